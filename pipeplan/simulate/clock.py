@@ -1,0 +1,210 @@
+"""The clock: when every op of an order starts and ends. Compiled; everything that predicts a time calls it.
+
+Every rank runs its ops in order. An op starts when its rank is free and its inputs have arrived. A boundary between two
+ranks takes its queue's transfer time, one message at a time in each queue, and overlaps compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from pipeplan.plan.types import QueueModel
+from pipeplan.simulate.costs import StageCosts
+from pipeplan.simulate.dependencies import FORWARD, NOTHING, needed_results
+from pipeplan.simulate.encoding import EncodedOrder, IntArray
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clocked:
+    """When everything happened, in nanoseconds from the start of the batch.
+
+    Attributes:
+        start_ns, end_ns: [num_ops], in the layout of the encoded order; ``UNKNOWN`` for ops that never started.
+        message_start_ns, message_end_ns: [2, num_stages, num_micro_batches], by result kind, stage that produced it
+            and micro-batch; on one rank both are the producer's end.
+        num_done: Ops that ran; fewer than all means that the order deadlocks.
+        makespan_ns: Latest end of any op.
+    """
+
+    start_ns: IntArray
+    end_ns: IntArray
+    message_start_ns: IntArray
+    message_end_ns: IntArray
+    num_done: int
+    makespan_ns: int
+
+
+def run_clock(
+    costs: StageCosts, order: EncodedOrder, num_micro_batches: int, queue_model: QueueModel = QueueModel.ORDERED_PAIR
+) -> Clocked:
+    """Return when every op of ``order`` starts and ends; an order that deadlocks leaves ops undone."""
+    shape = (2, costs.num_stages, num_micro_batches)
+    local_ns = np.full(shape, UNKNOWN, dtype=np.int64)
+    message_start_ns = np.full(shape, UNKNOWN, dtype=np.int64)
+    message_end_ns = np.full(shape, UNKNOWN, dtype=np.int64)
+    start_ns = np.full(order.num_ops, UNKNOWN, dtype=np.int64)
+    end_ns = np.full(order.num_ops, UNKNOWN, dtype=np.int64)
+    arguments = (
+        order.stage, order.kind, order.micro_batch, order.offsets,
+        costs.duration_ns, costs.rank_by_stage, costs.forward_transfer_ns, costs.backward_transfer_ns,
+        costs.send_ns, costs.wait_ns,
+        local_ns, message_start_ns, message_end_ns, start_ns, end_ns,
+    )  # fmt: skip
+    if queue_model is QueueModel.ORDERED_PAIR:
+        num_done = _run_ordered_pair(*arguments)
+    else:
+        num_done = _run_shared_queues(*arguments, queue_model is QueueModel.SINGLE)
+    makespan_ns = int(end_ns.max()) if order.num_ops else 0
+    return Clocked(start_ns, end_ns, message_start_ns, message_end_ns, int(num_done), makespan_ns)
+
+
+@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns, local_ns, message_end_ns):  # type: ignore[no-untyped-def]
+    """Return when an op can start, or ``UNKNOWN`` while an input has no arrival time yet."""
+    boundary_kind, boundary_stage, own_kind, own_stage = needed_results(stage, kind, rank_by_stage.shape[0])
+    start = free
+    if own_kind != NOTHING:
+        ready = local_ns[own_kind, own_stage, micro_batch]
+        if ready < 0:
+            return -1
+        start = max(start, ready)
+    if boundary_kind != NOTHING:
+        arrival = message_end_ns[boundary_kind, boundary_stage, micro_batch]
+        if arrival < 0:
+            return -1
+        start = max(start, arrival)
+        if rank_by_stage[boundary_stage] != rank:
+            start += wait_ns
+    return start
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _run_ordered_pair(  # type: ignore[no-untyped-def]
+    stages, kinds, micro_batches, offsets, duration_ns, rank_by_stage, forward_transfer_ns, backward_transfer_ns,
+    send_ns, wait_ns, local_ns, message_start_ns, message_end_ns, start_ns, end_ns,
+):  # fmt: skip
+    """One queue for every ordered pair of ranks.
+
+    A queue then has one producer, which fills it in its own order, so any topological sweep finds the same times.
+    """
+    num_ranks = offsets.shape[0] - 1
+    num_stages = rank_by_stage.shape[0]
+    queue_free = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    free = np.zeros(num_ranks, dtype=np.int64)
+    position = offsets[:-1].copy()
+    stack = np.empty(num_ranks, dtype=np.int64)
+    on_stack = np.ones(num_ranks, dtype=np.bool_)
+    for rank in range(num_ranks):
+        stack[rank] = num_ranks - 1 - rank
+    height = num_ranks
+    num_done = 0
+    while height > 0:
+        height -= 1
+        rank = stack[height]
+        on_stack[rank] = False
+        now = free[rank]
+        index = position[rank]
+        while index < offsets[rank + 1]:
+            stage, kind, micro_batch = stages[index], kinds[index], micro_batches[index]
+            start = _earliest_start(
+                stage, kind, micro_batch, rank, now, rank_by_stage, wait_ns, local_ns, message_end_ns
+            )
+            if start < 0:
+                break
+            end = start + duration_ns[stage, kind]
+            start_ns[index] = start
+            end_ns[index] = end
+            now = end
+            index += 1
+            if kind == 3:  # W yields nothing that others wait for
+                continue
+            if kind == 0:
+                result, target_stage, transfer = FORWARD, stage + 1, forward_transfer_ns[stage]
+            else:
+                result, target_stage, transfer = 1, stage - 1, backward_transfer_ns[stage]
+            local_ns[result, stage, micro_batch] = end
+            if target_stage < 0 or target_stage >= num_stages:
+                continue
+            target = rank_by_stage[target_stage]
+            if target == rank:
+                message_start_ns[result, stage, micro_batch] = end
+                message_end_ns[result, stage, micro_batch] = end
+                continue
+            now += send_ns
+            begin = max(end, queue_free[rank, target])
+            queue_free[rank, target] = begin + transfer
+            message_start_ns[result, stage, micro_batch] = begin
+            message_end_ns[result, stage, micro_batch] = begin + transfer
+            if not on_stack[target]:
+                on_stack[target] = True
+                stack[height] = target
+                height += 1
+        num_done += index - position[rank]
+        position[rank] = index
+        free[rank] = now
+    return num_done
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _run_shared_queues(  # type: ignore[no-untyped-def]
+    stages, kinds, micro_batches, offsets, duration_ns, rank_by_stage, forward_transfer_ns, backward_transfer_ns,
+    send_ns, wait_ns, local_ns, message_start_ns, message_end_ns, start_ns, end_ns, is_single,
+):  # fmt: skip
+    """Queues with several producers: ops complete in time order, so that messages enter their queue in time order."""
+    num_ranks = offsets.shape[0] - 1
+    num_stages = rank_by_stage.shape[0]
+    queue_free = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    free = np.zeros(num_ranks, dtype=np.int64)
+    position = offsets[:-1].copy()
+    running_until = np.full(num_ranks, -1, dtype=np.int64)
+    num_done = 0
+    while True:
+        for rank in range(num_ranks):
+            index = position[rank]
+            if running_until[rank] < 0 and index < offsets[rank + 1]:
+                start = _earliest_start(
+                    stages[index], kinds[index], micro_batches[index], rank, free[rank], rank_by_stage, wait_ns,
+                    local_ns, message_end_ns,
+                )  # fmt: skip
+                if start >= 0:
+                    start_ns[index] = start
+                    running_until[rank] = start + duration_ns[stages[index], kinds[index]]
+        rank = -1
+        for candidate in range(num_ranks):
+            if running_until[candidate] >= 0 and (rank < 0 or running_until[candidate] < running_until[rank]):
+                rank = candidate
+        if rank < 0:
+            return num_done
+        index = position[rank]
+        stage, kind, micro_batch = stages[index], kinds[index], micro_batches[index]
+        end = running_until[rank]
+        end_ns[index] = end
+        free[rank] = end
+        running_until[rank] = -1
+        position[rank] += 1
+        num_done += 1
+        if kind == 3:
+            continue
+        if kind == 0:
+            result, target_stage, transfer = FORWARD, stage + 1, forward_transfer_ns[stage]
+        else:
+            result, target_stage, transfer = 1, stage - 1, backward_transfer_ns[stage]
+        local_ns[result, stage, micro_batch] = end
+        if target_stage < 0 or target_stage >= num_stages:
+            continue
+        target = rank_by_stage[target_stage]
+        if target == rank:
+            message_start_ns[result, stage, micro_batch] = end
+            message_end_ns[result, stage, micro_batch] = end
+            continue
+        free[rank] = end + send_ns
+        low, high = (0, 0) if is_single else (min(rank, target), max(rank, target))
+        begin = max(end, queue_free[low, high])
+        queue_free[low, high] = begin + transfer
+        message_start_ns[result, stage, micro_batch] = begin
+        message_end_ns[result, stage, micro_batch] = begin + transfer
