@@ -1,0 +1,1 @@
+"""What is trained: a Hugging Face config or a factory becomes a list of layers."""
