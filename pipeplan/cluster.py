@@ -153,7 +153,7 @@ class _PairEntry(_LinkEntry):
 class _LinksEntry(Document):
     within_node: _LinkEntry | None = None
     between_nodes: _LinkEntry | None = None
-    pairs: list[_PairEntry] = []
+    pairs: list[_PairEntry] = Field(default_factory=list)
 
 
 class _NodeEntry(Document):

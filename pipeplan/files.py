@@ -118,22 +118,17 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _known_keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> set[str]:
     """Return the keys that the model at ``location`` knows, following containers by their annotations."""
-    current: list[Any] = [schema]
+    current: list[type[BaseModel]] = [schema]
     for part in location:
-        following: list[Any] = []
-        for candidate in current:
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                for name, field in candidate.model_fields.items():
-                    if part in (name, field.alias):
-                        following.extend(_models_in(field.annotation))
-            else:
-                following.append(candidate)
-        current = following
-    keys: set[str] = set()
-    for candidate in current:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            keys.update(field.alias or name for name, field in candidate.model_fields.items())
-    return keys
+        below = [
+            model
+            for candidate in current
+            for name, field in candidate.model_fields.items()
+            if part in (name, field.alias)
+            for model in _models_in(field.annotation)
+        ]
+        current = below or current  # an index or the key of a mapping: still the models of the container
+    return {field.alias or name for candidate in current for name, field in candidate.model_fields.items()}
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -157,8 +152,8 @@ def write_text(path: Path, text: str) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
                 stream.write(text)
-            os.chmod(temporary, 0o644 & ~_umask())
-            os.replace(temporary, path)
+            Path(temporary).chmod(0o644 & ~_umask())
+            Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

@@ -120,24 +120,7 @@ def profile_from_document(content: Mapping[str, Any], path: Path | str) -> Profi
     extra: dict[str, Any] = {}
     if document.software is not None:
         extra["software"] = document.software
-    notes = {
-        entry.name: {
-            key: value
-            for key, value in (
-                ("output_tensors", entry.output_tensors),
-                (
-                    "spread",
-                    entry.spread
-                    and {
-                        device: {op: item.model_dump() for op, item in by_op.items()}
-                        for device, by_op in entry.spread.items()
-                    },
-                ),
-            )
-            if value is not None
-        }
-        for entry in document.layers
-    }
+    notes = {entry.name: _notes(entry) for entry in document.layers}
     extra["layers"] = {name: note for name, note in notes.items() if note}
     profile = Profile(
         model=document.model,
@@ -154,6 +137,18 @@ def profile_from_document(content: Mapping[str, Any], path: Path | str) -> Profi
     if not profile.devices:
         raise ProfileError(f"{path}: no device type has times for every layer; profile the missing layers")
     return profile
+
+
+def _notes(entry: _LayerEntry) -> dict[str, Any]:
+    """Return what the file records about a layer beyond its costs, in the file's own form."""
+    notes: dict[str, Any] = {}
+    if entry.output_tensors is not None:
+        notes["output_tensors"] = entry.output_tensors
+    if entry.spread is not None:
+        notes["spread"] = {
+            device: {op: item.model_dump() for op, item in by_op.items()} for device, by_op in entry.spread.items()
+        }
+    return notes
 
 
 def _times(entry: _TimesEntry, where: str) -> LayerTimes:
@@ -234,7 +229,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def profile_digest(profile: Profile) -> str:
-    """Return the digest that a plan records: the profile's content, independent of formatting and of measuring notes."""
+    """Return the digest that a plan records: of the content, not of the formatting or the notes on measuring."""
     content = profile_document(profile)
     content.pop("software", None)
     for entry in content["layers"]:

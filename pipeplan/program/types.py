@@ -1,4 +1,4 @@
-"""Programs: the instructions of every rank, compute and communication. Built once by ``lower``, checked by ``verify``."""
+"""Programs: the instructions of every rank. Built once by ``lower``, checked by ``verify``."""
 
 from __future__ import annotations
 
@@ -156,7 +156,12 @@ class OptimizerStep:
 
 Instruction = Compute | Send | Receive | WaitReceive | WaitSend | ReduceTied | ReduceReplicas | OptimizerStep
 
-_BY_PREFIX = {"S": Send, "R": Receive, "?": WaitReceive, "!": WaitSend}
+_BY_PREFIX: dict[str, type[Send | Receive | WaitReceive | WaitSend]] = {
+    "S": Send,
+    "R": Receive,
+    "?": WaitReceive,
+    "!": WaitSend,
+}
 _BY_WORD: dict[str, Instruction] = {
     "reduce-tied": ReduceTied(),
     "reduce-replicas": ReduceReplicas(),

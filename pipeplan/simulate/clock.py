@@ -63,7 +63,7 @@ def run_clock(
     return Clocked(start_ns, end_ns, message_start_ns, message_end_ns, int(num_done), makespan_ns)
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, inline="always")
 def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns, local_ns, message_end_ns):  # type: ignore[no-untyped-def]
     """Return when an op can start, or ``UNKNOWN`` while an input has no arrival time yet."""
     boundary_kind, boundary_stage, own_kind, own_stage = needed_results(stage, kind, rank_by_stage.shape[0])
@@ -83,7 +83,7 @@ def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns
     return start
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _run_ordered_pair(  # type: ignore[no-untyped-def]
     stages, kinds, micro_batches, offsets, duration_ns, rank_by_stage, forward_transfer_ns, backward_transfer_ns,
     send_ns, wait_ns, local_ns, message_start_ns, message_end_ns, start_ns, end_ns,
@@ -150,7 +150,7 @@ def _run_ordered_pair(  # type: ignore[no-untyped-def]
     return num_done
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _run_shared_queues(  # type: ignore[no-untyped-def]
     stages, kinds, micro_batches, offsets, duration_ns, rank_by_stage, forward_transfer_ns, backward_transfer_ns,
     send_ns, wait_ns, local_ns, message_start_ns, message_end_ns, start_ns, end_ns, is_single,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -93,9 +94,7 @@ class CostTable:
         self._workspace = [layer.workspace_bytes for layer in layers]
         self._output_bytes = np.array([layer.output_bytes for layer in layers], dtype=np.int64)
         self.tied_layers = _tied_layers(layers)
-        self.overhead_ns = np.array(
-            [cluster.host_overhead_ns.get(kind.name, 0) for kind in OpKind], dtype=np.int64
-        )
+        self.overhead_ns = np.array([cluster.host_overhead_ns.get(kind.name, 0) for kind in OpKind], dtype=np.int64)
 
     def device_sums(self, device: str) -> IntArray:
         """Return prefix sums of times, [num_layers + 1, 4], on a device type without slowdown or overheads."""
@@ -168,7 +167,7 @@ class CostTable:
             activation_bytes=activation,
             held_bytes=self._held[bounds[1:]] - self._held[bounds[:-1]],
             workspace_bytes=np.array(
-                [max(self._workspace[first:last]) for first, last in zip(bounds[:-1], bounds[1:], strict=True)],
+                [max(self._workspace[first:last]) for first, last in itertools.pairwise(bounds)],
                 dtype=np.int64,
             ),
             boundary_bytes=boundary,

@@ -35,7 +35,7 @@ class Result:
     micro_batch: int
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, inline="always")
 def needed_results(stage: int, kind: int, num_stages: int) -> tuple[int, int, int, int]:
     """Return the two results that an op needs, as (kind, stage, kind, stage); ``NOTHING`` where it needs fewer.
 

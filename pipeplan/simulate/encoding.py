@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,4 +61,4 @@ def decode_order(encoded: EncodedOrder) -> Order:
         )
     ]
     bounds = encoded.offsets.tolist()
-    return Order(tuple(tuple(ops[first:last]) for first, last in zip(bounds[:-1], bounds[1:], strict=True)))
+    return Order(tuple(tuple(ops[first:last]) for first, last in itertools.pairwise(bounds)))

@@ -58,24 +58,21 @@ def peak_memory(
     return tuple(peaks)
 
 
-def peak_bytes_by_rank(
-    costs: StageCosts, order: EncodedOrder, clocked: Clocked, *, count_boundaries: bool
-) -> IntArray:
+def peak_bytes_by_rank(costs: StageCosts, order: EncodedOrder, clocked: Clocked, *, count_boundaries: bool) -> IntArray:
     """Return the peak of every rank in bytes, [num_ranks]."""
     if not count_boundaries:
-        return costs.state_bytes + _order_peaks(
+        peaks: IntArray = _order_peaks(
             order.stage, order.kind, order.offsets, costs.activation_bytes, costs.held_bytes, costs.workspace_bytes
         )
-    peaks = peak_memory(costs, order, clocked, count_boundaries=True)
-    return np.array([peak.total for peak in peaks], dtype=np.int64)
+        return costs.state_bytes + peaks
+    by_rank = peak_memory(costs, order, clocked, count_boundaries=True)
+    return np.array([peak.total for peak in by_rank], dtype=np.int64)
 
 
 _NO_EVENTS = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
-def _boundary_events(
-    costs: StageCosts, order: EncodedOrder, clocked: Clocked, rank: int
-) -> tuple[IntArray, IntArray]:
+def _boundary_events(costs: StageCosts, order: EncodedOrder, clocked: Clocked, rank: int) -> tuple[IntArray, IntArray]:
     """Return times and byte changes of the boundaries on ``rank``, by time, allocations before releases."""
     times, deltas = _collect_boundary_events(
         order.stage, order.kind, order.micro_batch, order.offsets, costs.rank_by_stage, costs.boundary_bytes,
@@ -85,7 +82,7 @@ def _boundary_events(
     return times[by_time], deltas[by_time]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _collect_boundary_events(  # type: ignore[no-untyped-def]
     stages, kinds, micro_batches, offsets, rank_by_stage, boundary_bytes, start_ns, end_ns, message_start_ns,
     message_end_ns, rank,
@@ -117,7 +114,7 @@ def _collect_boundary_events(  # type: ignore[no-untyped-def]
     return times[:count], deltas[:count]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _walk(  # type: ignore[no-untyped-def]
     stages, kinds, start_ns, end_ns, activation_bytes, held_bytes, workspace_bytes, event_times, event_deltas
 ):
@@ -154,7 +151,7 @@ def _walk(  # type: ignore[no-untyped-def]
     return peak
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _order_peaks(stages, kinds, offsets, activation_bytes, held_bytes, workspace_bytes):  # type: ignore[no-untyped-def]
     """Return the peak of every rank without states and boundaries; needs no times."""
     num_ranks = offsets.shape[0] - 1

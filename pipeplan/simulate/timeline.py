@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -133,9 +134,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
             f"the order deadlocks: {order.num_ops - clocked.num_done} of {order.num_ops} ops never start; "
             f"first stuck: {_first_stuck(plan, order, clocked)}; run 'pipeplan verify' for the cycle"
         )
-    ends = np.array(
-        [clocked.end_ns[last - 1] if last > first else 0 for first, last in _spans(order)], dtype=np.int64
-    )
+    ends = np.array([clocked.end_ns[last - 1] if last > first else 0 for first, last in _spans(order)], dtype=np.int64)
     return Timeline(
         ops_by_rank=_timed_ops(plan, order, clocked),
         transfers=tuple(_transfers(plan, costs, clocked)),
@@ -147,7 +146,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
 
 def _spans(order: EncodedOrder) -> Iterator[tuple[int, int]]:
     bounds = order.offsets.tolist()
-    yield from zip(bounds[:-1], bounds[1:], strict=True)
+    yield from itertools.pairwise(bounds)
 
 
 def _check_range(plan: Plan) -> None:
@@ -178,10 +177,7 @@ def _first_stuck(plan: Plan, order: EncodedOrder, clocked: Clocked) -> str:
 def _timed_ops(plan: Plan, order: EncodedOrder, clocked: Clocked) -> tuple[tuple[TimedOp, ...], ...]:
     starts, ends = clocked.start_ns.tolist(), clocked.end_ns.tolist()
     return tuple(
-        tuple(
-            TimedOp(op, start, end)
-            for op, start, end in zip(ops, starts[first:last], ends[first:last], strict=True)
-        )
+        tuple(TimedOp(op, start, end) for op, start, end in zip(ops, starts[first:last], ends[first:last], strict=True))
         for ops, (first, last) in zip(plan.order, _spans(order), strict=True)
     )
 
