@@ -10,6 +10,7 @@ from pipeplan.errors import LaunchError
 DIGEST_KEY = "pipeplan"  # ours; DeepSpeed reads only the keys it knows
 
 _OFFLOAD_KEYS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+_SECTIONS = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "scheduler", "zero_optimization")
 _PRECISION_BY_KEY = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 _REMOVED_KEYS = (
     "amp",
@@ -29,7 +30,8 @@ _REMOVED_KEYS = (
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage that a DeepSpeed config asks for; 0 without one."""
     zero = config.get("zero_optimization")
-    return int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return stage if isinstance(stage, int) else 0
 
 
 def precision(config: Mapping[str, Any]) -> str | None:
@@ -43,7 +45,10 @@ def precision(config: Mapping[str, Any]) -> str | None:
         raise LaunchError("the DeepSpeed config enables bf16 and fp16; enable one of them")
     if enabled:
         return enabled.pop()
-    return "fp32" if any(key in config for key in _PRECISION_BY_KEY) else None
+    is_switched_off = any(
+        isinstance(section := config.get(key), Mapping) and section.get("enabled") is False for key in _PRECISION_BY_KEY
+    )
+    return "fp32" if is_switched_off else None
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -52,6 +57,11 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     Raises:
         LaunchError: Names the setting, the reason, and what to use instead.
     """
+    for key in _SECTIONS:
+        if key in config and not isinstance(config[key], Mapping):
+            raise LaunchError(
+                f"the DeepSpeed config sets {key!r} to {config[key]!r}; DeepSpeed expects an object there"
+            )
     for key in _REMOVED_KEYS:
         if key in config:
             raise LaunchError(f"the DeepSpeed config sets {key!r}, which DeepSpeed 0.19 has removed; delete the key")

@@ -1,0 +1,1 @@
+"""What a plan becomes on disk: DeepSpeed's files, a readable schedule and script, the report and its pictures."""

@@ -103,12 +103,12 @@ def _precision_settings(profile: Profile, base: dict[str, Any]) -> dict[str, Any
     if profile.dtype == "bf16":
         # immediate_grad_update spares a walk over all parameters after every backward.
         section = base.pop("bf16", base.pop("bfloat16", {}))
-        settings["bf16"] = {"enabled": True, "immediate_grad_update": True} | section
+        settings["bf16"] = {"immediate_grad_update": True} | section | {"enabled": True}
         settings["zero_optimization"] = base.pop("zero_optimization", {"stage": 1})
         if zero_stage(settings) == 1:
             settings["data_types"] = {"grad_accum_dtype": "fp32"} | base.pop("data_types", {})
     elif profile.dtype == "fp16":
-        settings["fp16"] = {"enabled": True} | base.pop("fp16", {})
+        settings["fp16"] = base.pop("fp16", {}) | {"enabled": True}
     elif profile.dtype != "fp32":
         raise LaunchError(f"DeepSpeed trains in fp32, bf16 or fp16; the profile was made in {profile.dtype!r}")
     return settings

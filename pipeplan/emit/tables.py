@@ -1,0 +1,114 @@
+"""The figures of a plan as tables of text: one content, for the terminal and for the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeplan.cluster import Cluster
+from pipeplan.emit.comparison import ComparedPlan, Comparison
+from pipeplan.plan.types import Plan
+from pipeplan.simulate import Timeline
+from pipeplan.units import gb_from_bytes, ms_from_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A heading, column names and rows of text; the first column is a label, the others are figures.
+
+    Attributes:
+        highlighted: Index of the row to stress, if any.
+        footnote: A sentence below the table, if any.
+    """
+
+    heading: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    highlighted: int | None = None
+    footnote: str | None = None
+
+
+def format_ms(value_ns: int) -> str:
+    """Return milliseconds with four significant digits or one decimal, whichever is finer."""
+    value = ms_from_ns(value_ns)
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}" if value < 0.1 else f"{value:.2f}"
+
+
+def format_gb(value_bytes: int) -> str:
+    """Return gigabytes, or megabytes below a tenth of one."""
+    value = gb_from_bytes(value_bytes)
+    if value_bytes == 0:
+        return "0"
+    if value >= 0.1:
+        return f"{value:,.2f} GB"
+    return f"{value * 1000:.2f} MB"
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return the baselines, the bound and the plan: time, bubble, memory of the heaviest rank, ratio to the plan."""
+    plan = comparison.plan
+    rows = [_compared(row, plan) for row in sorted(comparison.baselines, key=lambda row: -row.makespan_ns)]
+    rows.append(_compared(plan, plan))
+    highlighted = len(rows) - 1
+    if comparison.lower_bound_ns is not None:
+        ratio = comparison.lower_bound_ns / plan.makespan_ns
+        rows.append(("lower bound", format_ms(comparison.lower_bound_ns), "", "", f"{ratio:.3f}", ""))
+    return Table(
+        heading="Comparison",
+        columns=("plan", "time (ms)", "bubble", "peak memory", "time / plan's", "fits"),
+        rows=tuple(rows),
+        highlighted=highlighted,
+        footnote=" ".join([comparison.verdict, *_gap_sentence(comparison)]),
+    )
+
+
+def _gap_sentence(comparison: Comparison) -> list[str]:
+    if comparison.gap is None:
+        return []
+    return [f"No plan can take less than the lower bound; this one is {comparison.gap:.1%} above it."]
+
+
+def _compared(row: ComparedPlan, plan: ComparedPlan) -> tuple[str, ...]:
+    return (
+        row.name,
+        format_ms(row.makespan_ns),
+        f"{row.bubble_fraction:.1%}",
+        format_gb(row.peak_memory_bytes),
+        f"{row.makespan_ns / plan.makespan_ns:.3f}",
+        "yes" if row.fits else "no",
+    )
+
+
+def bubble_table(plan: Plan, timeline: Timeline) -> Table:
+    """Return the busy and idle time of every rank."""
+    rows = []
+    for rank, (bubble, busy_ns) in enumerate(zip(timeline.bubble_by_rank, timeline.busy_ns_by_rank, strict=True)):
+        share = bubble.total_ns / timeline.last_op_ns if timeline.last_op_ns else 0.0
+        times = (busy_ns, bubble.ramp_up_ns, bubble.inner_ns, bubble.ramp_down_ns)
+        stages = plan.placement.stages(rank)
+        num_layers = sum(plan.partition.num_layers_by_stage[stage] for stage in stages)
+        rows.append((f"rank {rank}", str(len(stages)), str(num_layers), *map(format_ms, times), f"{share:.1%}"))
+    return Table(
+        heading="Bubbles",
+        columns=("", "stages", "layers", "busy (ms)", "ramp-up", "inner", "ramp-down", "bubble"),
+        rows=tuple(rows),
+        footnote=f"Idle {timeline.bubble_fraction:.1%} of all ranks' time, of {format_ms(timeline.makespan_ns)} ms.",
+    )
+
+
+def memory_table(timeline: Timeline, cluster: Cluster) -> Table:
+    """Return where the memory of every rank goes at its peak; the heaviest rank is stressed."""
+    peaks = timeline.memory_by_rank
+    rows = []
+    for rank, peak in enumerate(peaks):
+        cap = cluster.usable_bytes(rank)
+        parts = (peak.states, peak.activations, peak.held_for_w, peak.boundaries, peak.workspace, peak.total)
+        rows.append((f"rank {rank}", *map(format_gb, parts), "no cap" if cap is None else format_gb(cap)))
+    totals = [peak.total for peak in peaks]
+    heaviest = totals.index(max(totals))
+    return Table(
+        heading="Memory at its peak",
+        columns=("", "states", "activations", "held for W", "boundaries", "workspace", "peak", "cap"),
+        rows=tuple(rows),
+        highlighted=heaviest,
+        footnote=f"Rank {heaviest} is the heaviest, {format_gb(totals[heaviest])}.",
+    )
