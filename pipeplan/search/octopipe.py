@@ -1,0 +1,1 @@
+"""The published three-phase tuner as a named baseline. (Being written by EXACT, not SEARCH.)"""
