@@ -1,0 +1,92 @@
+"""What a search returns: the plan, what it was compared with, and how far from the best possible it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeplan.plan.types import Plan
+
+SMALL_GAIN = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineResult:
+    """A named order with a named split, as the simulator sees it.
+
+    Attributes:
+        name: Of the order, such as "1F1B" or "interleaved zero-bubble v2".
+        split: Of the partition: "uniform", "parameters", "time-balanced", or "given".
+        fits: Whether every rank stays within its cap.
+    """
+
+    name: str
+    split: str
+    plan: Plan
+    makespan_ns: int
+    peak_memory_bytes_by_rank: tuple[int, ...]
+    bubble_fraction: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a search is; what ``on_progress`` is called with.
+
+    Attributes:
+        fraction: Of the budget that is used, 0 to 1.
+        phase: What is going on, in a few words.
+        best_makespan_ns: Of the best plan that fits, if there is one yet.
+    """
+
+    fraction: float
+    phase: str
+    best_makespan_ns: int | None
+    lower_bound_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan found.
+
+    Attributes:
+        plan: With its prediction and the digest of the profile.
+        baselines: Every named order with every split, fastest first; those that don't fit are marked.
+        lower_bound_ns: No plan can be faster.
+        notes: Sentences for the user, such as that the gain is small.
+        is_deterministic: Whether the same call returns the same plan on any machine (a clock did not end it).
+        was_interrupted: Whether Ctrl-C ended it.
+        is_optimal: Whether the plan is proved to be the best possible for the question asked.
+        num_ops_tried: Ops simulated and scheduled: the unit of the work limit.
+    """
+
+    plan: Plan
+    baselines: tuple[BaselineResult, ...]
+    lower_bound_ns: int
+    notes: tuple[str, ...]
+    strategy: str
+    is_deterministic: bool
+    was_interrupted: bool = False
+    is_optimal: bool = False
+    num_ops_tried: int = 0
+
+    @property
+    def makespan_ns(self) -> int:
+        """Predicted time of a batch under the plan."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction.makespan_ns
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the plan is: 0.02 is 2 %."""
+        return self.makespan_ns / self.lower_bound_ns - 1.0 if self.lower_bound_ns > 0 else 0.0
+
+    @property
+    def best_baseline(self) -> BaselineResult | None:
+        """The fastest baseline that fits, or ``None`` if none does."""
+        return next((baseline for baseline in self.baselines if baseline.fits), None)
+
+    @property
+    def gain(self) -> float | None:
+        """Time that the plan saves over the best baseline that fits: 0.02 is 2 %."""
+        best = self.best_baseline
+        return None if best is None else 1.0 - self.makespan_ns / best.makespan_ns
