@@ -1,0 +1,228 @@
+"""Where a Hugging Face causal language model can be cut, found by running its own forward on the meta device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pipeplan.errors import ModelError
+from pipeplan.model.shells import initialised_copy, shell_of, stub_of
+
+_PROBE_SHAPE = (1, 8)  # batch, tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """A causal language model on the meta device and the names of its parts.
+
+    Attributes:
+        model: The whole model; its weights take no memory.
+        base: The part of it that returns hidden states, an attribute named ``base_name`` of ``model``.
+        layers_name: The attribute of ``base`` that lists the decoder layers.
+        front_names: Children of ``base`` with weights that run before the first decoder layer.
+        tail_names: Children of ``base`` that run after the last decoder layer, in calling order; each takes what the
+            one before it returned.
+        aux_names: Children of ``base`` without weights: rotary tables and the like.
+        embedding_name: The one of ``front_names`` that turns token ids into vectors.
+        layers_return_tuples: Whether a decoder layer returns its hidden states in a tuple.
+        layers_read_embeddings: Whether decoder layers read its output besides the hidden states.
+        has_router_loss: Whether the loss includes one on the router logits of all layers.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    base_name: str
+    layers_name: str
+    front_names: tuple[str, ...]
+    tail_names: tuple[str, ...]
+    aux_names: tuple[str, ...]
+    embedding_name: str
+    layers_return_tuples: bool
+    layers_read_embeddings: bool
+    has_router_loss: bool
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.base.get_submodule(self.layers_name).children())
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Children of ``model`` other than ``base``."""
+        return tuple(name for name, _ in self.model.named_children() if name != self.base_name)
+
+
+def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
+    """Find the parts of a causal language model.
+
+    Args:
+        model: A ``PreTrainedModel`` for causal language modelling on the meta device.
+        has_router_loss: What the config asks for; honoured where the model's loss knows it.
+
+    Raises:
+        ModelError: Its forward can't be cut between the decoder layers; names the class and the reason.
+    """
+    what = type(model).__name__
+    base_name = model.base_model_prefix
+    base = getattr(model, base_name, None)
+    if not isinstance(base, nn.Module) or base is model:
+        raise ModelError(f"{what} can't be cut into layers: it has no base model under {base_name!r}")
+    for part, name in ((model, what), (base, type(base).__name__)):
+        direct = [key for key, _ in part.named_parameters(recurse=False)]
+        if direct:
+            raise ModelError(f"{what} can't be cut into layers: {name} holds the weight {direct[0]!r} itself")
+    layers_name = _layers_name(base, what)
+    try:
+        probe = _Probe(base, layers_name, what, returns_tuple=False)
+    except ModelError as refusal:
+        try:  # older families wrap what a layer returns
+            probe = _Probe(base, layers_name, what, returns_tuple=True)
+        except ModelError:
+            raise refusal from None
+    front_names = tuple(name for name in probe.before if has_weights(base.get_submodule(name)))
+    _check_covered(base, {*front_names, *probe.after, layers_name}, what)
+    embedding = base.get_input_embeddings()
+    embedding_name = next((name for name in front_names if base.get_submodule(name) is embedding), None)
+    if embedding_name is None:
+        raise ModelError(f"{what} can't be cut into layers: the token embedding is no direct part of {type(base).__name__}")
+    return Anatomy(
+        model=model,
+        base=base,
+        base_name=base_name,
+        layers_name=layers_name,
+        front_names=front_names,
+        tail_names=tuple(probe.after),
+        aux_names=tuple(
+            name for name, child in base.named_children() if name not in probe.after and not has_weights(child)
+        ),
+        embedding_name=embedding_name,
+        layers_return_tuples=probe.returns_tuple,
+        layers_read_embeddings=probe.layers_read_embeddings,
+        has_router_loss=has_router_loss and "output_router_logits" in inspect.signature(model.forward).parameters,
+    )
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Return whether the module or a part of it holds a parameter."""
+    return next(module.parameters(), None) is not None
+
+
+def _layers_name(base: nn.Module, what: str) -> str:
+    lists = {name: child for name, child in base.named_children() if isinstance(child, nn.ModuleList) and len(child)}
+    if not lists:
+        raise ModelError(f"{what} can't be cut into layers: {type(base).__name__} has no list of decoder layers")
+    return max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+
+
+def _check_covered(base: nn.Module, covered: set[str], what: str) -> None:
+    for name, child in base.named_children():
+        if has_weights(child) and name not in covered:
+            raise ModelError(
+                f"{what} can't be cut into layers: {type(base).__name__} uses {name!r} ({type(child).__name__}) "
+                f"neither before its first decoder layer nor after its last one"
+            )
+
+
+class _Probe:
+    """One run of the base model's forward, its decoder layers left out, that notes who calls what with what.
+
+    Runs on the CPU, since masks are made by code that looks at values; only modules with weights run on the meta
+    device. The output of every module is a new tensor, so that it can be recognised where it is used.
+    """
+
+    def __init__(self, base: Any, layers_name: str, what: str, *, returns_tuple: bool) -> None:
+        self.before: list[str] = []
+        self.after: list[str] = []
+        self.layers_read_embeddings = False
+        self._what = what
+        self.returns_tuple = returns_tuple
+        self._hidden: Tensor | None = None
+        self._num_reached = 0
+        self._num_layers = len(base.get_submodule(layers_name))
+        shell = shell_of(base)
+        for name, child in base.named_children():
+            if name == layers_name:
+                stubs = [stub_of(layer, self._layer_forward(index)) for index, layer in enumerate(child.children())]
+                shell._modules[name] = nn.ModuleList(stubs)
+            elif has_weights(child):
+                shell._modules[name] = stub_of(child, self._watched(name, child))
+            else:
+                aux = initialised_copy(child, base._init_weights, base.config, seed=0)
+                shell._modules[name] = stub_of(aux, self._watched(name, aux))
+        tokens = torch.zeros(_PROBE_SHAPE, dtype=torch.long)
+        try:
+            with torch.enable_grad():
+                output = shell(input_ids=tokens, use_cache=False)
+        except ModelError:
+            raise
+        except Exception as error:  # any failure of foreign code means the same: not a model that can be cut
+            raise self._refusal(f"its forward fails without its decoder layers ({error})") from error
+        if self._num_reached != self._num_layers:
+            raise self._refusal(f"its forward runs {self._num_reached} of its {self._num_layers} decoder layers")
+        if output[0] is not self._hidden:
+            raise self._refusal("it changes the hidden states after its last module")
+
+    def _refusal(self, reason: str) -> ModelError:
+        return ModelError(f"{self._what} can't be cut into layers: {reason}")
+
+    def _layer_forward(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index != self._num_reached:
+                raise self._refusal("it doesn't run its decoder layers in order")
+            hidden, others = split_hidden(args, kwargs)
+            if index and hidden is not self._hidden:
+                raise self._refusal(f"it changes the hidden states between layers {index - 1} and {index}")
+            leaves = torch.utils._pytree.tree_leaves(others)
+            if any(isinstance(value, Tensor) and value.requires_grad for value in leaves):
+                self.layers_read_embeddings = True
+            self._num_reached += 1
+            self._hidden = torch.zeros_like(hidden, requires_grad=True)
+            return (self._hidden,) if self.returns_tuple else self._hidden
+
+        return forward
+
+    def _watched(self, name: str, child: nn.Module) -> Callable[..., Any]:
+        device = "meta" if has_weights(child) else "cpu"
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if 0 < self._num_reached < self._num_layers:
+                raise self._refusal(f"it runs {name!r} between decoder layers")
+            if self._num_reached:
+                hidden, others = split_hidden(args, kwargs)
+                if hidden is not self._hidden or others[0] or others[1]:
+                    raise self._refusal(f"after its last decoder layer, {name!r} takes more than the hidden states")
+                self.after.append(name)
+            elif name not in self.before:
+                self.before.append(name)
+            moved_args, moved_kwargs = tree_map_only(Tensor, lambda value: value.to(device), (args, kwargs))
+            output = child(*moved_args, **moved_kwargs)
+            if device == "meta":
+                output = tree_map_only(Tensor, _new_on_cpu, output)
+            if self._num_reached:
+                self._hidden = output
+            return output
+
+        return forward
+
+
+def _new_on_cpu(value: Tensor) -> Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.is_floating_point())
+
+
+Others = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments besides the hidden states."""
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Others]:
+    """Return the hidden states that a module is called with, and its other arguments."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    others = dict(kwargs)
+    return others.pop("hidden_states"), ((), others)
+

@@ -1,0 +1,89 @@
+"""Hugging Face configs: read, checked and named in errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeplan.errors import FileFormatError, ModelError, nearest
+
+# Without these, transformers would quietly take the sizes of the family's first published model.
+_DEPTH_KEYS = ("num_hidden_layers", "layers_block_type", "layer_types", "hybrid_override_pattern")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` holds.
+
+    Raises:
+        FileFormatError: It is missing, not JSON, or not a mapping.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileFormatError(f"model config {path} does not exist") from None
+    except json.JSONDecodeError as error:
+        raise FileFormatError(
+            f"model config {path}, line {error.lineno}: {error.msg.lower()}; is it truncated?"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"model config {path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise FileFormatError(f"model config {path} holds no keys; expected a Hugging Face config")
+    return content
+
+
+def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
+    """Return transformers' config object for a causal language model, on our terms: no cache, named outputs.
+
+    Args:
+        where: What to call the config in errors.
+
+    Raises:
+        ModelError: The model type is missing or unknown, a needed key is missing, or transformers refuses a value.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{where}: no 'model_type', so this is not a Hugging Face config")
+    known = set(CONFIG_MAPPING.keys())
+    if model_type not in known:
+        raise ModelError(f"{where}: transformers knows no model type {model_type!r}{nearest(model_type, sorted(known))}")
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        config = config_class.from_dict(dict(content))
+    except Exception as error:  # transformers and its validators raise many kinds
+        raise ModelError(f"{where}: transformers refuses this {model_type} config: {_one_line(error)}") from error
+    text_config = config.get_text_config()
+    if text_config is not config:
+        nested = next((value for value in content.values() if isinstance(value, Mapping)
+                       and value.get("model_type") == text_config.model_type), None)
+        content = content.get("text_config", nested or {})
+        config = text_config
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"{where}: model type {config.model_type!r} has no causal language model in transformers"
+            f"{nearest(config.model_type, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"
+        )
+    _check_sizes(content, config, where)
+    config.use_cache = False
+    config.return_dict = True
+    config.output_hidden_states = False
+    return config
+
+
+def _check_sizes(content: Mapping[str, Any], config: Any, where: str) -> None:
+    aliases = {name: alias for alias, name in type(config).attribute_map.items()}
+    aliases |= {alias: name for alias, name in type(config).attribute_map.items()}
+    for choices in (("hidden_size",), _DEPTH_KEYS):
+        keys = {*choices, *(aliases[name] for name in choices if name in aliases)}
+        if not keys & set(content):
+            raise ModelError(f"{where}: key {choices[0]!r} is missing")
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300] or type(error).__name__

@@ -1,0 +1,111 @@
+"""What a model's own forward hands to each decoder layer besides the hidden states.
+
+Masks, position ids and rotary tables are made again where they are needed, by the model's own code, from the
+shape of the hidden states and the padding mask; nothing of them travels between stages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.model.anatomy import Anatomy, Others, split_hidden
+from pipeplan.model.shells import Reached, initialised_copy, shell_of, stub_of
+
+_MAX_CACHED = 8  # shapes in use at once: training, evaluation, a last short batch
+
+
+class ForwardContext:
+    """Gives the arguments of each decoder layer; one per model and process, shared by its layers."""
+
+    def __init__(self, anatomy: Anatomy, initialise: Callable[[nn.Module], None]) -> None:
+        base: Any = anatomy.base
+        self._has_embeddings = anatomy.layers_read_embeddings
+        self._returns_tuples = anatomy.layers_return_tuples
+        self._recorded: list[Others] = []
+        self._num_layers = len(anatomy.layers)
+        self._shell = shell_of(base)
+        for name in anatomy.aux_names:
+            self._shell._modules[name] = initialised_copy(base.get_submodule(name), initialise, base.config, seed=0)
+        self._shell._modules[anatomy.layers_name] = nn.ModuleList(
+            stub_of(layer, self._record) for layer in anatomy.layers
+        )
+        self._aux = [self._shell.get_submodule(name) for name in anatomy.aux_names]
+        self._cache: OrderedDict[tuple[Any, ...], list[Others]] = OrderedDict()
+        self._masked: tuple[tuple[Any, ...], weakref.ref[Tensor], int, list[Others]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
+        return self  # a copied layer belongs to the same model
+
+    def front_shell(self) -> nn.Module:
+        """Return a shell of the base model whose forward ends at the first decoder layer."""
+        return shell_of(self._shell)
+
+    def arguments(self, index: int, hidden: Tensor, extras: dict[str, Any], *, training: bool) -> Others:
+        """Return the positional and keyword arguments of decoder layer ``index`` after its hidden states.
+
+        Args:
+            extras: ``attention_mask``, ``position_ids`` and ``inputs_embeds`` where the batch or the model has them.
+        """
+        if self._has_embeddings:
+            # carries a gradient, so it belongs to one micro-batch's graph
+            return self._run(hidden, extras, extras["inputs_embeds"], training)[index]
+        with torch.no_grad():
+            embeds = hidden.detach()  # only its shape, type and device count
+            if type(embeds) is not Tensor:  # fake tensors and the like must not outlive their mode
+                return self._run(hidden, extras, embeds, training)[index]
+            key = (hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled())
+            if extras.get("position_ids") is not None:
+                return self._run(hidden, extras, embeds, training)[index]
+            mask = extras.get("attention_mask")
+            if mask is not None:
+                return self._masked_arguments(key, mask, hidden, extras, embeds, training)[index]
+            if key not in self._cache:
+                self._cache[key] = self._run(hidden, extras, embeds, training)
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+            return self._cache[key][index]
+
+    def _masked_arguments(
+        self,
+        key: tuple[Any, ...],
+        mask: Tensor,
+        hidden: Tensor,
+        extras: dict[str, Any],
+        embeds: Tensor,
+        training: bool,
+    ) -> list[Others]:
+        """Keep what the last mask gave: the layers of a stage follow each other with the same mask."""
+        version = 0 if mask.is_inference() else mask._version
+        if self._masked is not None:
+            last_key, last_mask, last_version, arguments = self._masked
+            if last_key == key and last_mask() is mask and last_version == version:
+                return arguments
+        arguments = self._run(hidden, extras, embeds, training)
+        self._masked = (key, weakref.ref(mask), version, arguments)
+        return arguments
+
+    def _run(self, hidden: Tensor, extras: dict[str, Any], embeds: Tensor, training: bool) -> list[Others]:
+        for module in self._aux:
+            module.to(hidden.device)
+        self._shell.training = training
+        self._recorded = []
+        inputs = {name: extras[name] for name in ("attention_mask", "position_ids") if extras.get(name) is not None}
+        try:
+            self._shell(inputs_embeds=embeds, use_cache=False, **inputs)
+        except Reached:
+            pass
+        recorded, self._recorded = self._recorded, []
+        return recorded
+
+    def _record(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, others = split_hidden(args, kwargs)
+        self._recorded.append(others)
+        if len(self._recorded) == self._num_layers:
+            raise Reached
+        return (hidden,) if self._returns_tuples else hidden

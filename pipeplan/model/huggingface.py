@@ -1,0 +1,224 @@
+"""A Hugging Face config as a list of layers, made from transformers' own classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import ModelError
+from pipeplan.model.anatomy import Anatomy, dissect
+from pipeplan.model.config import config_from_mapping
+from pipeplan.model.context import ForwardContext
+from pipeplan.model.kinds import identity_of, kind_of
+from pipeplan.model.routers import mark_routers
+from pipeplan.model.segments import DecoderSegment, FrontSegment, HeadSegment, TailSegment
+from pipeplan.model.shells import initialised_copy
+from pipeplan.model.types import LayerSource, ModelLayers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """One layer to be: which parts of the model it holds and how they become a module.
+
+    Attributes:
+        paths: Attribute of the built layer → path of the part in the model.
+    """
+
+    name: str
+    kind: str
+    paths: Mapping[str, str]
+    assemble: Callable[[dict[str, nn.Module]], nn.Module]
+
+
+class HuggingFaceModel:
+    """A causal language model on the meta device, and how to build any layer of it alone."""
+
+    def __init__(self, config: Any, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self.anatomy = _dissected(config)
+        self.model: Any = self.anatomy.model
+        self.units = self._units()
+        self._unit_by_path = {path: unit for unit in self.units for path in unit.paths.values()}
+
+    @cached_property
+    def context(self) -> ForwardContext:
+        """What the model's forward hands to its decoder layers, shared by all of them in this process."""
+        return ForwardContext(self.anatomy, self.model._init_weights)
+
+    @cached_property
+    def owner_by_name(self) -> Mapping[str, str]:
+        """Name of each shared weight → the name under which it occurs first, itself included."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {name: same[0] for same in names.values() if len(same) > 1 for name in same}
+
+    def weight_names(self, unit: _Unit) -> dict[str, str]:
+        """Return, for one unit, the name of each weight inside the built layer and in the model."""
+        return {
+            f"{attribute}.{name}": f"{path}.{name}"
+            for attribute, path in unit.paths.items()
+            for name in self.model.get_submodule(path).state_dict()
+        }
+
+    def build(self, unit: _Unit) -> nn.Module:
+        """Build one layer, with the weights that the seed gives it."""
+        parts = {attribute: self._initialised(path) for attribute, path in unit.paths.items()}
+        module = unit.assemble(parts)
+        self._copy_shared(unit, module)
+        return module
+
+    def _initialised(self, path: str) -> nn.Module:
+        part = self.model.get_submodule(path)
+        return initialised_copy(part, self.model._init_weights, self.config, _seed_of(self.seed, path))
+
+    def _copy_shared(self, unit: _Unit, module: nn.Module) -> None:
+        """Give shared weights the values that they have where they occur first."""
+        owners: dict[str, nn.Module] = {}
+        for local, full in self.weight_names(unit).items():
+            owner = self.owner_by_name.get(full, full)
+            if owner == full:
+                continue
+            path = next(path for path in self._unit_by_path if owner.startswith(f"{path}."))
+            if path not in owners:
+                owners[path] = self._initialised(path)
+            with torch.no_grad():
+                module.get_parameter(local).copy_(owners[path].get_parameter(owner.removeprefix(f"{path}.")))
+
+    def source(self, unit: _Unit) -> LayerSource:
+        """Describe one layer."""
+        parts = [self.model.get_submodule(path) for path in unit.paths.values()]
+        parameters = {name: value for part, path in zip(parts, unit.paths.values(), strict=True)
+                      for name, value in part.named_parameters(prefix=path)}
+        names = self.weight_names(unit)
+        shared = {local: self.owner_by_name[full] for local, full in names.items() if full in self.owner_by_name}
+        return LayerSource(
+            name=unit.name,
+            kind=unit.kind,
+            build=partial(self.build, unit),
+            identity=identity_of(parts),
+            num_parameters=sum(value.numel() for value in parameters.values()),
+            num_tied_parameters=sum(parameters[names[local]].numel() for local in shared),
+            tied=_common_path(list(shared.values())) if shared else None,
+            tied_weight_attr=tuple(shared),
+            weight_names=names,
+        )
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """Return the model's own loss: shifted cross-entropy, ignoring -100, plus the router loss if asked for."""
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+        loss: Tensor = self.model.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        if isinstance(outputs, Mapping):
+            coefficient = getattr(self.model, "router_aux_loss_coef", self.config.router_aux_loss_coef)
+            loss = loss + coefficient * outputs["aux_loss"].to(loss.device)
+        return loss
+
+    def _units(self) -> list[_Unit]:
+        anatomy = self.anatomy
+        base = anatomy.base_name
+        family = type(anatomy.base).__name__.removesuffix("Model")
+        units = [
+            _Unit(
+                name="embedding",
+                kind="embedding",
+                paths={name: f"{base}.{name}" for name in anatomy.front_names},
+                assemble=lambda parts: FrontSegment(anatomy, self.context, parts),
+            )
+        ]
+        for index, layer in enumerate(anatomy.layers):
+            units.append(
+                _Unit(
+                    name=f"layers.{index}",
+                    kind=kind_of(layer, family),
+                    paths={"layer": f"{base}.{anatomy.layers_name}.{index}"},
+                    assemble=partial(self._decoder, index),
+                )
+            )
+        if anatomy.tail_names:
+            units.append(
+                _Unit(
+                    name="norm",
+                    kind="norm",
+                    paths={name: f"{base}.{name}" for name in anatomy.tail_names},
+                    assemble=TailSegment,
+                )
+            )
+        units.append(
+            _Unit(
+                name="head",
+                kind="head",
+                paths={name: name for name in anatomy.head_names},
+                assemble=lambda parts: HeadSegment(anatomy, parts),
+            )
+        )
+        return units
+
+    def _decoder(self, index: int, parts: dict[str, nn.Module]) -> nn.Module:
+        return DecoderSegment(self.anatomy, self.context, index, parts["layer"])
+
+
+def layers_from_config(
+    content: Mapping[str, Any], *, name: str, granularity: str = "layer", seed: int = 0
+) -> ModelLayers:
+    """Return the layers of the causal language model that a Hugging Face config describes; builds none of them.
+
+    Raises:
+        ModelError: The config is faulty, or the model can't be cut into layers.
+    """
+    config = config_from_mapping(content, name)
+    model = HuggingFaceModel(config, seed)
+    return ModelLayers(
+        name=name,
+        layers=tuple(model.source(unit) for unit in model.units),
+        loss_function=model.loss,
+        sample_batch=partial(_sample_batch, config.vocab_size),
+        source={"huggingface": dict(content), "granularity": granularity},
+        vocab_size=config.vocab_size,
+    )
+
+
+def _dissected(config: Any) -> Anatomy:
+    from transformers import AutoModelForCausalLM
+
+    has_router_loss = bool(getattr(config, "output_router_logits", False))
+    config.output_router_logits = False  # transformers would record them with hooks on modules that are not there
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # a config that passes the checks may still not describe a model
+        raise ModelError(f"transformers can't build a {config.model_type} model from this config: {error}") from error
+    anatomy = dissect(model, has_router_loss=has_router_loss)
+    recorders = getattr(anatomy.base, "_can_record_outputs", None) or {}
+    if anatomy.has_router_loss:
+        for layer in anatomy.layers:
+            mark_routers(layer, recorders.get("router_logits", []))
+    return anatomy
+
+
+def _sample_batch(
+    vocab_size: int, micro_batch_size: int, sequence_length: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (micro_batch_size, sequence_length), generator=generator)
+    return tokens, tokens.clone()
+
+
+def _seed_of(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "big")
+
+
+def _common_path(names: list[str]) -> str:
+    parts = [name.split(".") for name in names]
+    common = []
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    return ".".join(common)

@@ -1,0 +1,61 @@
+"""Running a model's own forward with most of its modules left out.
+
+A *shell* is a copy of a module that shares everything with the original except its children, which can be
+exchanged freely. A *stub* is a shell with another ``forward``: it keeps the class and the attributes of the
+original, which the surrounding code may ask for, and none of its work. So a model's own ``forward``, run on a
+shell, tells how it calls each part; nothing about a model family has to be written down here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Reached(BaseException):
+    """Ends a model's forward early, at the point that was asked for.
+
+    Not an ``Exception``, so that no handler inside the model takes it for an error.
+    """
+
+
+def shell_of(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` that shares its children and weights, but not the tables they are kept in."""
+    shell = object.__new__(type(module))
+    shell.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        shell.__dict__[table] = dict(module.__dict__[table])
+    return shell
+
+
+def stub_of(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """Return a shell of ``module`` that runs ``forward`` instead of its own."""
+    stub = shell_of(module)
+    stub.__dict__["forward"] = forward
+    return stub
+
+
+def initialised_copy(module: nn.Module, initialise: Callable[[nn.Module], None], config: Any, seed: int) -> nn.Module:
+    """Return a copy on the CPU of a module on the meta device, with fresh weights and buffers.
+
+    Args:
+        initialise: Sets the weights of one module, its children left out (transformers' ``_init_weights``).
+        config: Shared with the copy instead of being copied.
+        seed: The weights depend on it and on nothing else; the global random state stays as it is.
+    """
+    fresh = copy.deepcopy(module, {id(config): config}).to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh.apply(initialise)
+    return fresh
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the hidden states that a decoder layer returned, alone or first in a tuple."""
+    result = output[0] if isinstance(output, tuple) else output
+    assert isinstance(result, Tensor)
+    return result
