@@ -52,7 +52,8 @@ def timeline_svg(timeline: Timeline, title: str | None = None, *, end_ns: int | 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipeplan"}):
         figure = draw_timeline(timeline, title, end_ns=end_ns)
         stream = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None, "Creator": None})
+        # Without date and version the file changes only when the picture does.
+        FigureCanvasSVG(figure).print_figure(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
 
 

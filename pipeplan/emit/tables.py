@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import ComparedPlan, Comparison
-from pipeplan.plan.types import Plan
+from pipeplan.plan.types import Plan, Prediction
 from pipeplan.simulate import Timeline
 from pipeplan.units import gb_from_bytes, ms_from_ns
 
@@ -46,15 +46,15 @@ def format_gb(value_bytes: int) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return the baselines, the bound and the plan: time, bubble, memory of the heaviest rank, ratio to the plan."""
     plan = comparison.plan
-    rows = [_compared(row, plan) for row in sorted(comparison.baselines, key=lambda row: -row.makespan_ns)]
+    rows = [_compared(row, plan) for row in comparison.best_by_order]
     rows.append(_compared(plan, plan))
     highlighted = len(rows) - 1
     if comparison.lower_bound_ns is not None:
         ratio = comparison.lower_bound_ns / plan.makespan_ns
-        rows.append(("lower bound", format_ms(comparison.lower_bound_ns), "", "", f"{ratio:.3f}", ""))
+        rows.append(("lower bound", "", format_ms(comparison.lower_bound_ns), "", "", f"{ratio:.3f}", ""))
     return Table(
         heading="Comparison",
-        columns=("plan", "time (ms)", "bubble", "peak memory", "time / plan's", "fits"),
+        columns=("plan", "split", "time (ms)", "bubble", "peak memory", "time / plan's", "fits"),
         rows=tuple(rows),
         highlighted=highlighted,
         footnote=" ".join([comparison.verdict, *_gap_sentence(comparison)]),
@@ -62,6 +62,8 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _gap_sentence(comparison: Comparison) -> list[str]:
+    if comparison.is_optimal:
+        return ["It is proved to be the best possible."]
     if comparison.gap is None:
         return []
     return [f"No plan can take less than the lower bound; this one is {comparison.gap:.1%} above it."]
@@ -70,6 +72,7 @@ def _gap_sentence(comparison: Comparison) -> list[str]:
 def _compared(row: ComparedPlan, plan: ComparedPlan) -> tuple[str, ...]:
     return (
         row.name,
+        row.split or "",
         format_ms(row.makespan_ns),
         f"{row.bubble_fraction:.1%}",
         format_gb(row.peak_memory_bytes),
@@ -112,3 +115,12 @@ def memory_table(timeline: Timeline, cluster: Cluster) -> Table:
         highlighted=heaviest,
         footnote=f"Rank {heaviest} is the heaviest, {format_gb(totals[heaviest])}.",
     )
+
+
+def change_sentence(recorded: Prediction, timeline: Timeline) -> str:
+    """Return how a prediction compares with the one that the plan records."""
+    change = timeline.makespan_ns / recorded.makespan_ns - 1.0 if recorded.makespan_ns else 0.0
+    now, then = format_ms(timeline.makespan_ns), format_ms(recorded.makespan_ns)
+    if timeline.makespan_ns == recorded.makespan_ns:
+        return f"{now} ms a batch, as the plan records."
+    return f"{now} ms a batch; the plan records {then} ms ({change:+.1%})."

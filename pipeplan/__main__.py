@@ -1,0 +1,5 @@
+"""``python -m pipeplan``: the command line."""
+
+from pipeplan.cli.app import main
+
+main()

@@ -1,0 +1,151 @@
+"""``pipeplan optimize``: from a profile and a cluster to a plan folder that DeepSpeed trains with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeplan.cli.options import (
+    ClusterFile,
+    DataParallel,
+    Device,
+    Json,
+    LinkGbPerS,
+    LinkLatencyUs,
+    MemoryGb,
+    NumRanks,
+    Quiet,
+    chosen_cluster,
+)
+
+if TYPE_CHECKING:
+    from pipeplan.search import Progress
+
+_SEARCH = "Search"
+
+
+def optimize(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Profile of the model's layers.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Plan folder to write.")],
+    cluster: ClusterFile = None,
+    ranks: NumRanks = None,
+    device: Device = None,
+    memory_gb: MemoryGb = None,
+    link_latency_us: LinkLatencyUs = None,
+    link_gb_per_s: LinkGbPerS = None,
+    data_parallel: DataParallel = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", min=1, help="Micro-batches of a batch; 4 a rank if not given.")
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", min=0, help="Seconds to search.", rich_help_panel=_SEARCH)
+    ] = None,
+    work_limit: Annotated[
+        int | None,
+        typer.Option(
+            "--work-limit", min=1, help="Ops to simulate; the same plan on any machine.", rich_help_panel=_SEARCH
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.", rich_help_panel=_SEARCH)] = 0,
+    partition: Annotated[
+        str | None,
+        typer.Option("--partition", help="Fix the layers of each stage: 4,5,5,3.", rich_help_panel=_SEARCH),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option("--placement", help="Fix the rank of each stage: 0,1,1,0.", rich_help_panel=_SEARCH),
+    ] = None,
+    colocate_tied: Annotated[
+        bool,
+        typer.Option("--colocate-tied", help="Keep layers that share a weight on one rank.", rich_help_panel=_SEARCH),
+    ] = False,
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", help="How to search: default, baselines or octopipe.", rich_help_panel=_SEARCH),
+    ] = "default",
+    ds_config: Annotated[
+        Path | None,
+        typer.Option("--ds-config", metavar="BASE.json", help="DeepSpeed config whose settings to keep."),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find a plan for a model on a cluster, and write everything that trains with it.
+
+    Ctrl-C ends the search early and keeps the best plan found so far.
+
+    Example: pipeplan optimize profile.yaml --ranks 8 --device h100-sxm --memory-gb 80 -o plans/mine
+    """
+    from pipeplan.cli.console import print_json, print_message, print_result, progress
+    from pipeplan.cli.render import rich_table
+    from pipeplan.emit.comparison import comparison_of_search
+    from pipeplan.emit.ds_config import read_base_config
+    from pipeplan.emit.folder import check_replaceable, emit_plan_folder, launch_line
+    from pipeplan.emit.summary import comparison_summary, timeline_summary
+    from pipeplan.emit.tables import comparison_table
+    from pipeplan.plan.layout import Partition, Placement
+    from pipeplan.profile import read_profile
+    from pipeplan.program.verify import verify_plan
+    from pipeplan.search import optimize as search
+    from pipeplan.simulate import simulate
+
+    base = None if ds_config is None else read_base_config(ds_config)
+    check_replaceable(output)
+    costs = read_profile(profile)
+    where = chosen_cluster(
+        costs,
+        cluster_file=cluster,
+        num_ranks=ranks,
+        device=device,
+        memory_gb=memory_gb,
+        link_latency_us=link_latency_us,
+        link_gb_per_s=link_gb_per_s,
+        data_parallel=data_parallel,
+    )
+    with progress("searching", quiet=quiet) as update:
+        result = search(
+            costs,
+            where,
+            num_micro_batches=micro_batches or _MICRO_BATCHES_PER_RANK * where.num_ranks,
+            time_limit_s=time_limit,
+            work_limit=work_limit,
+            seed=seed,
+            partition=None if partition is None else Partition.parse(partition),
+            placement=None if placement is None else Placement.parse(placement),
+            colocate_tied=colocate_tied,
+            strategy=strategy,
+            on_progress=lambda state: update(_describe(state)),
+        )
+    comparison = comparison_of_search(result)
+    verified = verify_plan(result.plan, costs, where)
+    emit_plan_folder(output, verified, costs, where, base_ds_config=base, comparison=comparison)
+    if json:
+        timeline = simulate(result.plan, costs, where)
+        print_json(
+            {
+                "folder": str(output),
+                **timeline_summary(result.plan, timeline),
+                "comparison": comparison_summary(comparison),
+                "is_deterministic": result.is_deterministic,
+                "was_interrupted": result.was_interrupted,
+            }
+        )
+        return
+    print_result(rich_table(comparison_table(comparison)))
+    if quiet:
+        return
+    if result.was_interrupted:
+        print_message("interrupted: this is the best plan found so far")
+    for note in result.notes:
+        print_message(note)
+    print_message(f"wrote {output}; train with it:\n  {launch_line(output, where)}")
+
+
+_MICRO_BATCHES_PER_RANK = 4
+
+
+def _describe(state: Progress) -> str:
+    best = "" if state.best_makespan_ns is None else f", best {state.best_makespan_ns / 1e6:,.1f} ms"
+    return f"{state.fraction:4.0%} {state.phase}{best} (bound {state.lower_bound_ns / 1e6:,.1f} ms)"

@@ -1,0 +1,26 @@
+"""``pipeplan quickstart``: the whole way once, on this machine's CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeplan.cli.options import Json, Quiet
+
+
+def quickstart(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Plan folder to write.")] = Path(
+        "plans/quickstart"
+    ),
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of each run.")] = 6,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Profile a tiny model, plan for 2 ranks, train with DeepSpeed, and compare with stock DeepSpeed.
+
+    Takes some minutes the first time: DeepSpeed compiles its CPU communication once, which needs a C++ compiler.
+
+    Example: pipeplan quickstart
+    """
