@@ -1,0 +1,1 @@
+"""The whole way once, on this machine's CPU: profile, optimize, train, compare."""
