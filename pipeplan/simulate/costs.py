@@ -100,10 +100,23 @@ class CostTable:
         """Return prefix sums of times, [num_layers + 1, 4], on a device type without slowdown or overheads."""
         return self._times_by_device[device]
 
+    def recomputed_device_sums(self, device: str) -> IntArray:
+        """Return the same with recomputation; layers without such figures count as without recomputation."""
+        return self._recomputed_by_device[device]
+
     @property
     def activation_sums(self) -> IntArray:
         """Prefix sums of activation bytes, [num_layers + 1]."""
         return self._activation
+
+    @property
+    def recomputed_activation_sums(self) -> IntArray:
+        """The same with recomputation."""
+        return self._recomputed_activation
+
+    def is_recomputable(self, layer: int) -> bool:
+        """Return whether the profile has recomputation figures for a layer."""
+        return bool(self._recomputable[layer])
 
     @property
     def held_sums(self) -> IntArray:
