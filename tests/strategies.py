@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -130,13 +131,15 @@ def partitions(draw: st.DrawFn, *, num_layers: int, num_stages: int) -> Partitio
         st.lists(st.integers(1, max(num_layers - 1, 1)), min_size=num_stages - 1, max_size=num_stages - 1, unique=True)
     )
     bounds = [0, *sorted(cuts), num_layers]
-    return Partition(tuple(last - first for first, last in zip(bounds[:-1], bounds[1:], strict=True)))
+    return Partition(tuple(last - first for first, last in pairwise(bounds)))
 
 
 @st.composite
 def placements(draw: st.DrawFn, *, num_stages: int, num_ranks: int) -> Placement:
     """Any placement that gives every rank a stage: interleaved, V, neighbours on one rank, or none of these."""
-    extra = draw(st.lists(st.integers(0, num_ranks - 1), min_size=num_stages - num_ranks, max_size=num_stages - num_ranks))
+    extra = draw(
+        st.lists(st.integers(0, num_ranks - 1), min_size=num_stages - num_ranks, max_size=num_stages - num_ranks)
+    )
     return Placement(tuple(draw(st.permutations([*range(num_ranks), *extra]))))
 
 
@@ -217,9 +220,7 @@ def planned(
     """A profile, a cluster and a valid plan for them, without memory caps."""
     num_ranks = draw(st.integers(1, max_ranks))
     devices = draw(st.sampled_from((DEVICES[:1], DEVICES)))
-    profile = draw(
-        profiles(min_layers=num_ranks, max_layers=max_stages + 2, devices=devices, recomputable=recomputed)
-    )
+    profile = draw(profiles(min_layers=num_ranks, max_layers=max_stages + 2, devices=devices, recomputable=recomputed))
     cluster = draw(clusters(num_ranks=num_ranks, devices=devices))
     plan = draw(
         plans(

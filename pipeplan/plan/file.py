@@ -32,7 +32,7 @@ class _PlanDocument(Document):
     partition: list[int] = Field(min_length=1)
     placement: list[int] = Field(min_length=1)
     order: list[str] = Field(min_length=1)
-    recompute: list[int] = []
+    recompute: list[int] = Field(default_factory=list)
     queue_model: Literal["ordered-pair", "pair", "single"] = "ordered-pair"
     predicted: _PredictionEntry | None = None
     notes: dict[str, Any] | None = None

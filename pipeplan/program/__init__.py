@@ -1,0 +1,1 @@
+"""Programs: what every rank executes, lowered from a plan and verified before it runs."""

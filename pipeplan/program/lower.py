@@ -16,9 +16,9 @@ import numpy as np
 
 from pipeplan.cluster import Cluster
 from pipeplan.plan.check import check_plan
-from pipeplan.plan.ops import Op, OpKind
 from pipeplan.plan.types import Plan, QueueModel
 from pipeplan.profile.types import Profile
+from pipeplan.program.boundaries import Boundaries, messages_between_ranks
 from pipeplan.program.deadlock import refuse_deadlocked_order
 from pipeplan.program.types import (
     Compute,
@@ -115,15 +115,14 @@ def time_ops(plan: Plan, profile: Profile, cluster: Cluster, queue_model: QueueM
     clocked = run_clock(costs, encoded, plan.num_micro_batches, queue_model)
     if clocked.num_done < encoded.num_ops:
         refuse_deadlocked_order(plan.order, plan.num_stages)
-    ranks = plan.placement.rank_by_stage
-    arrival_ns: dict[Message, int] = {}
-    for payload, result in ((Payload.ACTIVATION, ResultKind.FORWARD), (Payload.GRADIENT, ResultKind.INPUT_GRADIENT)):
-        ends = clocked.message_end_ns[result].tolist()
-        for stage in range(plan.num_stages):
-            target = Message(stage, payload, 0).target_stage
-            if 0 <= target < plan.num_stages and ranks[target] != ranks[stage]:
-                for micro_batch, end in enumerate(ends[stage]):
-                    arrival_ns[Message(stage, payload, micro_batch)] = end
+    ends_by_payload = {
+        Payload.ACTIVATION: clocked.message_end_ns[ResultKind.FORWARD].tolist(),
+        Payload.GRADIENT: clocked.message_end_ns[ResultKind.INPUT_GRADIENT].tolist(),
+    }
+    arrival_ns = {
+        message: ends_by_payload[message.payload][message.source_stage][message.micro_batch]
+        for message in messages_between_ranks(plan.placement.rank_by_stage, plan.num_micro_batches)
+    }
     return Times(encoded.offsets.tolist(), clocked.start_ns.tolist(), clocked.end_ns.tolist(), arrival_ns)
 
 
@@ -132,15 +131,13 @@ def order_transfers(plan: Plan, times: Times) -> list[Transfer]:
     rank_by_stage = plan.placement.rank_by_stage
     producer: dict[Message, int] = {}
     consumer: dict[Message, int] = {}
-    index = 0
-    for ops in plan.order:
-        for op in ops:
-            made, used = message_made(op), message_used(op)
-            if made in times.arrival_ns:
-                producer[made] = index
-            if used in times.arrival_ns:
-                consumer[used] = index
-            index += 1
+    boundaries = Boundaries(plan.num_stages)
+    for index, op in enumerate(op for ops in plan.order for op in ops):
+        made, used = boundaries.made(op), boundaries.used(op)
+        if made is not None:
+            producer[made] = index
+        if used is not None:
+            consumer[used] = index
 
     def place(message: Message) -> tuple[int, int, int, str]:
         return times.end_ns[producer[message]], message.source_stage, message.micro_batch, message.payload.value
@@ -155,23 +152,6 @@ def order_transfers(plan: Plan, times: Times) -> list[Transfer]:
         )
         for message in sorted(times.arrival_ns, key=place)
     ]
-
-
-def message_made(op: Op) -> Message | None:
-    """Return the boundary that ``op`` yields, or ``None`` for W; at the model's ends it has no taker."""
-    if op.kind is OpKind.W:
-        return None
-    payload = Payload.ACTIVATION if op.kind is OpKind.F else Payload.GRADIENT
-    return Message(op.stage, payload, op.micro_batch)
-
-
-def message_used(op: Op) -> Message | None:
-    """Return the boundary from the neighbouring stage that ``op`` uses, or ``None`` for W; at the ends it has no maker."""
-    if op.kind is OpKind.W:
-        return None
-    if op.kind is OpKind.F:
-        return Message(op.stage - 1, Payload.ACTIVATION, op.micro_batch)
-    return Message(op.stage + 1, Payload.GRADIENT, op.micro_batch)
 
 
 def queue_at(queue_model: QueueModel, rank: int, source_rank: int, target_rank: int) -> Hashable:
@@ -247,9 +227,11 @@ def write_instructions(
     receive_gaps: Sequence[int],
     wait_gaps: Sequence[int],
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Return the instructions of every rank: before each op the receives to post, the sends to wait for, its own wait."""
+    """Return the instructions of every rank: before each op its receives to post, sends to wait for, and own wait."""
     receives: dict[int, list[Instruction]] = defaultdict(list)
-    waits: dict[tuple[int, int], list[Instruction]] = defaultdict(list)  # by rank too: a last gap is another rank's first
+    waits: dict[tuple[int, int], list[Instruction]] = defaultdict(
+        list
+    )  # (rank, gap): a rank's last gap is the next one's first
     send_by_op: dict[int, Instruction] = {}
     wait_by_op: dict[int, Instruction] = {}
     for transfer, receive_gap, wait_gap in zip(transfers, receive_gaps, wait_gaps, strict=True):

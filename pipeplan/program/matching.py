@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from pipeplan.plan.findings import Cell, Finding, FindingKind
 from pipeplan.plan.types import QueueModel
+from pipeplan.program.boundaries import messages_between_ranks
 from pipeplan.program.deadlock import Wait, deadlock_finding, follow_to_cycle
 from pipeplan.program.lower import queue_at
-from pipeplan.program.types import Message, Payload, Program, Receive, Send, WaitReceive, WaitSend
+from pipeplan.program.types import Message, Program, Receive, Send, WaitReceive, WaitSend
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,13 @@ class Posts:
 def find_message_faults(program: Program, posts: Posts) -> list[Finding]:
     """Return messages that lack an end, and pairs of messages that cross on their way from one rank to another."""
     findings: list[Finding] = []
-    for payload in Payload:
-        for stage in range(program.num_stages):
-            target = Message(stage, payload, 0).target_stage
-            if not 0 <= target < program.num_stages or program.rank_by_stage[stage] == program.rank_by_stage[target]:
-                continue
-            for micro_batch in range(program.num_micro_batches):
-                message = Message(stage, payload, micro_batch)
-                if message not in posts.send_cell:
-                    reason = f"missing; rank {program.target_rank(message)} waits for this message"
-                    findings.append(_missing(program.source_rank(message), Send(message), reason))
-                elif message not in posts.receive_cell:
-                    reason = f"missing; rank {program.source_rank(message)} sends this message"
-                    findings.append(_missing(program.target_rank(message), Receive(message), reason))
+    for message in messages_between_ranks(program.rank_by_stage, program.num_micro_batches):
+        if message not in posts.send_cell:
+            reason = f"missing; rank {program.target_rank(message)} waits for this message"
+            findings.append(_missing(program.source_rank(message), Send(message), reason))
+        elif message not in posts.receive_cell:
+            reason = f"missing; rank {program.source_rank(message)} sends this message"
+            findings.append(_missing(program.target_rank(message), Receive(message), reason))
     return findings or _find_crossed(program, posts)
 
 
@@ -62,7 +57,7 @@ def _missing(rank: int, step: Send | Receive, reason: str) -> Finding:
 
 
 def _find_crossed(program: Program, posts: Posts) -> list[Finding]:
-    """Return, by ordered pair of ranks, the first receive that would be given another message: tags don't help on NCCL."""
+    """Return, by ordered pair of ranks, the first receive that gets another message; NCCL doesn't look at tags."""
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for by_pair, cells in ((sent, posts.send_cell), (received, posts.receive_cell)):
@@ -186,7 +181,7 @@ class _QueueRun:
 
 
 def _explain(run: _QueueRun, posts: Posts) -> Finding:
-    """Return the circle: a rank waits for a message, a message for a rank that has not posted it or for a queue's head."""
+    """Return the circle: a rank waits for a message, that for a rank to post it or for the head of a queue."""
     rows = run.program.instructions_by_rank
 
     def is_posted(cell: Cell) -> bool:
@@ -200,7 +195,8 @@ def _explain(run: _QueueRun, posts: Posts) -> Finding:
                 return cell.rank
         return next(head for head in map(run.head, run.queues(node)) if head != node)
 
-    cycle = follow_to_cycle(run.stuck_ranks[0], blocked_by)
+    start: int | Message = run.stuck_ranks[0]
+    cycle = follow_to_cycle(start, blocked_by)
     first = cycle.index(min(cycle, key=lambda node: (not isinstance(node, int), str(node))))
     cycle = [*cycle[first:], *cycle[:first]]
     waits: list[Wait] = []
@@ -210,7 +206,8 @@ def _explain(run: _QueueRun, posts: Posts) -> Finding:
             waits.append(Wait(cell, str(rows[node][cell.position]), f"waits for {following}"))
         elif isinstance(following, int):
             cell = next(c for c in (posts.send_cell[node], posts.receive_cell[node]) if not is_posted(c))
-            waits.append(Wait(cell, str(rows[cell.rank][cell.position]), "is not posted, since the rank waits before"))
+            reason = f"is not posted before position {run.positions[following]}, where rank {following} waits"
+            waits.append(Wait(cell, str(rows[cell.rank][cell.position]), reason))
         else:
             cell = _cell_behind(run, posts, node, following)
             reason = f"stands behind {following} in the queue of rank {cell.rank}"

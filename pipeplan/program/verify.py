@@ -1,7 +1,7 @@
 """The verifier: a program is shown to finish and to compute what the plan says, before anything runs.
 
-Checked in this order, each only where the ones before hold: the plan, the program against the plan, every rank by itself
-(ops, inputs, sends and waits), both ends of every message, the run to the end under a queue model, memory.
+Checked in this order, each only where the ones before hold: the plan, the program against the plan, every rank by
+itself (ops, inputs, sends and waits), both ends of every message, the run to the end under a queue model, memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pipeplan.plan.findings import Finding, FindingKind, RefusedError
 from pipeplan.plan.ops import Op, Order
 from pipeplan.plan.types import Plan, QueueModel
 from pipeplan.profile.types import Profile
+from pipeplan.program.boundaries import Boundaries
 from pipeplan.program.deadlock import refuse_deadlocked_order
-from pipeplan.program.lower import TAIL, lower, message_made, message_used
+from pipeplan.program.lower import TAIL, lower
 from pipeplan.program.matching import Posts, find_message_faults, find_queue_faults
 from pipeplan.program.types import (
     Compute,
@@ -88,7 +89,8 @@ def verify(
     rows = program.instructions_by_rank
     refuse(_find_plan_mismatch(program, plan), rows)
     refuse(_find_op_faults(program, plan), rows)
-    scans = [_RankScan(program, rank) for rank in range(program.num_ranks)]
+    boundaries = Boundaries(program.num_stages)
+    scans = [_RankScan(program, rank, boundaries) for rank in range(program.num_ranks)]
     refuse([finding for scan in scans for finding in scan.findings], rows)
     posts = Posts.of(program)
     refuse(find_message_faults(program, posts), rows)
@@ -135,9 +137,7 @@ def _find_op_faults(program: Program, plan: Plan) -> list[Finding]:
             if op != planned:
                 reason = f"the plan's order has {planned} here; lower the plan again"
                 position = positions_by_rank[rank][number]
-                return [
-                    Finding(kind=FindingKind.MISMATCH, rank=rank, position=position, step=str(op), reason=reason)
-                ]
+                return [Finding(kind=FindingKind.MISMATCH, rank=rank, position=position, step=str(op), reason=reason)]
     return []
 
 
@@ -153,10 +153,11 @@ class _RankScan:
     waited for, every received boundary used, and the reductions and the step.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, boundaries: Boundaries) -> None:
         self.findings: list[Finding] = []
         self._program = program
         self._rank = rank
+        self._boundaries = boundaries
         self._made: set[Message] = set()
         self._sent: dict[Message, int] = {}
         self._unwaited_sends: dict[Message, int] = {}
@@ -172,9 +173,7 @@ class _RankScan:
         self._check_nothing_left()
 
     def _report(self, kind: FindingKind, position: int | None, step: object, reason: str) -> None:
-        self.findings.append(
-            Finding(kind=kind, rank=self._rank, position=position, step=str(step), reason=reason)
-        )
+        self.findings.append(Finding(kind=kind, rank=self._rank, position=position, step=str(step), reason=reason))
 
     def _scan(self, position: int, step: Instruction) -> None:
         match step:
@@ -201,8 +200,8 @@ class _RankScan:
 
     def _compute(self, position: int, step: Compute, op: Op) -> None:
         program = self._program
-        used = message_used(op)
-        if used is not None and 0 <= used.source_stage < program.num_stages:
+        used = self._boundaries.used(op)
+        if used is not None:
             source = program.rank_by_stage[used.source_stage]
             if source == self._rank:
                 if used not in self._made:
@@ -211,7 +210,7 @@ class _RankScan:
             elif self._arrived.pop(used, None) is None:
                 reason = f"it needs {used} from rank {source}, which no {WaitReceive(used)} before it waits for"
                 self._report(FindingKind.TOO_EARLY, position, step, reason)
-        made = message_made(op)
+        made = self._boundaries.made(op)
         if made is not None:
             self._made.add(made)
 
