@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeplan.errors import ModelError
-from pipeplan.model.shells import initialised_copy, shell_of, stub_of
+from pipeplan.model.initialise import initialised_part, initialised_shell
+from pipeplan.model.shells import stub_of
 
 _PROBE_SHAPE = (1, 8)  # batch, tokens
 
@@ -30,7 +31,8 @@ class Anatomy:
             one before it returned.
         aux_names: Children of ``base`` without weights: rotary tables and the like.
         embedding_name: The one of ``front_names`` that turns token ids into vectors.
-        layers_return_tuples: Whether a decoder layer returns its hidden states in a tuple.
+        result_length: ``None`` when a decoder layer returns its hidden states alone, else the length of the tuple
+            that starts with them.
         layers_read_embeddings: Whether decoder layers read its output besides the hidden states.
         has_router_loss: Whether the loss includes one on the router logits of all layers.
     """
@@ -43,7 +45,7 @@ class Anatomy:
     tail_names: tuple[str, ...]
     aux_names: tuple[str, ...]
     embedding_name: str
-    layers_return_tuples: bool
+    result_length: int | None
     layers_read_embeddings: bool
     has_router_loss: bool
 
@@ -78,19 +80,15 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
         if direct:
             raise ModelError(f"{what} can't be cut into layers: {name} holds the weight {direct[0]!r} itself")
     layers_name = _layers_name(base, what)
-    try:
-        probe = _Probe(base, layers_name, what, returns_tuple=False)
-    except ModelError as refusal:
-        try:  # older families wrap what a layer returns
-            probe = _Probe(base, layers_name, what, returns_tuple=True)
-        except ModelError:
-            raise refusal from None
+    probe = _probe(base, layers_name, what)
     front_names = tuple(name for name in probe.before if has_weights(base.get_submodule(name)))
     _check_covered(base, {*front_names, *probe.after, layers_name}, what)
     embedding = base.get_input_embeddings()
     embedding_name = next((name for name in front_names if base.get_submodule(name) is embedding), None)
     if embedding_name is None:
         raise ModelError(f"{what} can't be cut into layers: the token embedding is no direct part of {type(base).__name__}")
+    if probe.layers_read_embeddings and len(front_names) > 1:
+        raise ModelError(f"{what} can't be cut into layers: its decoder layers read more than the token embedding")
     return Anatomy(
         model=model,
         base=base,
@@ -102,10 +100,21 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
             name for name, child in base.named_children() if name not in probe.after and not has_weights(child)
         ),
         embedding_name=embedding_name,
-        layers_return_tuples=probe.returns_tuple,
+        result_length=probe.result_length,
         layers_read_embeddings=probe.layers_read_embeddings,
         has_router_loss=has_router_loss and "output_router_logits" in inspect.signature(model.forward).parameters,
     )
+
+
+def _probe(base: nn.Module, layers_name: str, what: str) -> _Probe:
+    """Run the probe with the form of result that the model expects of a layer, which only trying tells."""
+    refusals: list[ModelError] = []
+    for length in (None, 1, 2, 3):
+        try:
+            return _Probe(base, layers_name, what, result_length=length)
+        except ModelError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 def has_weights(module: nn.Module) -> bool:
@@ -136,16 +145,16 @@ class _Probe:
     device. The output of every module is a new tensor, so that it can be recognised where it is used.
     """
 
-    def __init__(self, base: Any, layers_name: str, what: str, *, returns_tuple: bool) -> None:
+    def __init__(self, base: Any, layers_name: str, what: str, *, result_length: int | None) -> None:
         self.before: list[str] = []
         self.after: list[str] = []
         self.layers_read_embeddings = False
         self._what = what
-        self.returns_tuple = returns_tuple
+        self.result_length = result_length
         self._hidden: Tensor | None = None
         self._num_reached = 0
         self._num_layers = len(base.get_submodule(layers_name))
-        shell = shell_of(base)
+        shell = initialised_shell(base)
         for name, child in base.named_children():
             if name == layers_name:
                 stubs = [stub_of(layer, self._layer_forward(index)) for index, layer in enumerate(child.children())]
@@ -153,7 +162,7 @@ class _Probe:
             elif has_weights(child):
                 shell._modules[name] = stub_of(child, self._watched(name, child))
             else:
-                aux = initialised_copy(child, base._init_weights, base.config, seed=0)
+                aux = initialised_part(base, name, seed=0)
                 shell._modules[name] = stub_of(aux, self._watched(name, aux))
         tokens = torch.zeros(_PROBE_SHAPE, dtype=torch.long)
         try:
@@ -165,7 +174,7 @@ class _Probe:
             raise self._refusal(f"its forward fails without its decoder layers ({error})") from error
         if self._num_reached != self._num_layers:
             raise self._refusal(f"its forward runs {self._num_reached} of its {self._num_layers} decoder layers")
-        if output[0] is not self._hidden:
+        if not _is_same(output[0], self._hidden):
             raise self._refusal("it changes the hidden states after its last module")
 
     def _refusal(self, reason: str) -> ModelError:
@@ -183,7 +192,7 @@ class _Probe:
                 self.layers_read_embeddings = True
             self._num_reached += 1
             self._hidden = torch.zeros_like(hidden, requires_grad=True)
-            return (self._hidden,) if self.returns_tuple else self._hidden
+            return layer_result(self._hidden, self.result_length)
 
         return forward
 
@@ -211,6 +220,11 @@ class _Probe:
         return forward
 
 
+def _is_same(output: Tensor, hidden: Tensor | None) -> bool:
+    """Return whether ``output`` is ``hidden`` or a view of all of it."""
+    return hidden is not None and output.shape == hidden.shape and output.data_ptr() == hidden.data_ptr()
+
+
 def _new_on_cpu(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.is_floating_point())
 
@@ -226,3 +240,7 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     others = dict(kwargs)
     return others.pop("hidden_states"), ((), others)
 
+
+def layer_result(hidden: Tensor, length: int | None) -> Any:
+    """Return ``hidden`` in the form in which a decoder layer returns it: alone, or first in a tuple."""
+    return hidden if length is None else (hidden, *[None] * (length - 1))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeplan.model.anatomy import Anatomy, Others, split_hidden
-from pipeplan.model.shells import Reached, initialised_copy, shell_of, stub_of
+from pipeplan.model.anatomy import Anatomy, Others, layer_result, split_hidden
+from pipeplan.model.initialise import initialised_part, initialised_shell
+from pipeplan.model.shells import Reached, shell_of, stub_of
 
 _MAX_CACHED = 8  # shapes in use at once: training, evaluation, a last short batch
 
@@ -23,15 +23,18 @@ _MAX_CACHED = 8  # shapes in use at once: training, evaluation, a last short bat
 class ForwardContext:
     """Gives the arguments of each decoder layer; one per model and process, shared by its layers."""
 
-    def __init__(self, anatomy: Anatomy, initialise: Callable[[nn.Module], None]) -> None:
+    def __init__(self, anatomy: Anatomy) -> None:
         base: Any = anatomy.base
         self._has_embeddings = anatomy.layers_read_embeddings
-        self._returns_tuples = anatomy.layers_return_tuples
+        self._result_length = anatomy.result_length
         self._recorded: list[Others] = []
+        self._embeds: Tensor | None = None
         self._num_layers = len(anatomy.layers)
-        self._shell = shell_of(base)
+        self._shell = initialised_shell(base)
         for name in anatomy.aux_names:
-            self._shell._modules[name] = initialised_copy(base.get_submodule(name), initialise, base.config, seed=0)
+            self._shell._modules[name] = initialised_part(base, name, seed=0)
+        for name in anatomy.front_names:  # what they compute reaches the layers through the hidden states alone
+            self._shell._modules[name] = stub_of(base.get_submodule(name), self._stand_in)
         self._shell._modules[anatomy.layers_name] = nn.ModuleList(
             stub_of(layer, self._record) for layer in anatomy.layers
         )
@@ -95,12 +98,13 @@ class ForwardContext:
             module.to(hidden.device)
         self._shell.training = training
         self._recorded = []
+        self._embeds = embeds
         inputs = {name: extras[name] for name in ("attention_mask", "position_ids") if extras.get(name) is not None}
         try:
             self._shell(inputs_embeds=embeds, use_cache=False, **inputs)
         except Reached:
             pass
-        recorded, self._recorded = self._recorded, []
+        recorded, self._recorded, self._embeds = self._recorded, [], None
         return recorded
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,4 +112,7 @@ class ForwardContext:
         self._recorded.append(others)
         if len(self._recorded) == self._num_layers:
             raise Reached
-        return (hidden,) if self._returns_tuples else hidden
+        return layer_result(hidden, self._result_length)
+
+    def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
+        return self._embeds

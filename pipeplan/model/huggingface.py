@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,10 +14,10 @@ from pipeplan.errors import ModelError
 from pipeplan.model.anatomy import Anatomy, dissect
 from pipeplan.model.config import config_from_mapping
 from pipeplan.model.context import ForwardContext
+from pipeplan.model.initialise import initialised_part, seed_of
 from pipeplan.model.kinds import identity_of, kind_of
 from pipeplan.model.routers import mark_routers
 from pipeplan.model.segments import DecoderSegment, FrontSegment, HeadSegment, TailSegment
-from pipeplan.model.shells import initialised_copy
 from pipeplan.model.types import LayerSource, ModelLayers
 
 
@@ -50,7 +49,7 @@ class HuggingFaceModel:
     @cached_property
     def context(self) -> ForwardContext:
         """What the model's forward hands to its decoder layers, shared by all of them in this process."""
-        return ForwardContext(self.anatomy, self.model._init_weights)
+        return ForwardContext(self.anatomy)
 
     @cached_property
     def owner_by_name(self) -> Mapping[str, str]:
@@ -76,8 +75,9 @@ class HuggingFaceModel:
         return module
 
     def _initialised(self, path: str) -> nn.Module:
-        part = self.model.get_submodule(path)
-        return initialised_copy(part, self.model._init_weights, self.config, _seed_of(self.seed, path))
+        seed = seed_of(self.seed, path)
+        inner = path.removeprefix(f"{self.anatomy.base_name}.")
+        return initialised_part(self.model if inner == path else self.anatomy.base, inner, seed)
 
     def _copy_shared(self, unit: _Unit, module: nn.Module) -> None:
         """Give shared weights the values that they have where they occur first."""
@@ -208,10 +208,6 @@ def _sample_batch(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (micro_batch_size, sequence_length), generator=generator)
     return tokens, tokens.clone()
-
-
-def _seed_of(seed: int, path: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "big")
 
 
 def _common_path(names: list[str]) -> str:

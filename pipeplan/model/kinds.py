@@ -16,8 +16,9 @@ _KIND_BY_WORD = (
     ("experts", "moe"),
     ("mlp", "mlp"),
     ("feedforward", "mlp"),
+    ("shortconv", "conv"),
 )
-_ORDER = ("mamba", "gated_delta_net", "attention", "moe", "mlp")  # mixers before feed-forward
+_ORDER = ("mamba", "gated_delta_net", "conv", "attention", "moe", "mlp")  # mixers before feed-forward
 
 # Attributes that tell two layers apart without making them cost differently.
 _NUMBERING = frozenset({"layer_idx", "layer_id", "idx", "training", "block_id", "_pipeplan_router_index"})
@@ -29,7 +30,9 @@ def kind_of(layer: nn.Module, family: str) -> str:
     Args:
         family: What the class names of the model start with, such as ``Jamba``; it may itself sound like a kind.
     """
-    kinds = {kind for child in layer.children() if (kind := _kind_of_part(child, family)) is not None}
+    kinds = {
+        kind for name, child in layer.named_children() if (kind := _kind_of_part(name, child, family)) is not None
+    }
     if not kinds:
         kinds = {_kind_by_class(layer, family) or _kind_by_class(layer, "") or type(layer).__name__.lower()}
     if "moe" in kinds:
@@ -37,10 +40,10 @@ def kind_of(layer: nn.Module, family: str) -> str:
     return "+".join(sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER)))
 
 
-def _kind_of_part(part: nn.Module, family: str) -> str | None:
+def _kind_of_part(attribute: str, part: nn.Module, family: str) -> str | None:
     if "norm" in type(part).__name__.lower():
         return None
-    kind = _kind_by_class(part, family)
+    kind = _kind_by_class(part, family) or ("mamba" if attribute == "mamba" else None)
     if kind is None:
         inner = (_kind_by_class(module, family) for module in part.modules())
         kind = next((found for found in inner if found is not None), None)

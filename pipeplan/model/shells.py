@@ -8,11 +8,9 @@ shell, tells how it calls each part; nothing about a model family has to be writ
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -37,21 +35,6 @@ def stub_of(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     stub = shell_of(module)
     stub.__dict__["forward"] = forward
     return stub
-
-
-def initialised_copy(module: nn.Module, initialise: Callable[[nn.Module], None], config: Any, seed: int) -> nn.Module:
-    """Return a copy on the CPU of a module on the meta device, with fresh weights and buffers.
-
-    Args:
-        initialise: Sets the weights of one module, its children left out (transformers' ``_init_weights``).
-        config: Shared with the copy instead of being copied.
-        seed: The weights depend on it and on nothing else; the global random state stays as it is.
-    """
-    fresh = copy.deepcopy(module, {id(config): config}).to_empty(device="cpu")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        fresh.apply(initialise)
-    return fresh
 
 
 def first_tensor(output: Any) -> Tensor:
