@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from pipeplan.emit.comparison import Comparison
 from pipeplan.emit.ds_config import build_ds_config
 from pipeplan.emit.launch import render_hostfile, render_launch_script
 from pipeplan.emit.report import render_report
-from pipeplan.emit.templates import render
+from pipeplan.emit.templates import one_line, render
 from pipeplan.errors import FileFormatError
 from pipeplan.files import write_text
 from pipeplan.plan.folder import CLUSTER_FILE, PLAN_FILE, PROFILE_FILE, PROGRAM_FILE, write_plan_folder
@@ -92,9 +93,10 @@ def emit_plan_folder(
 def launch_line(folder: Path, cluster: Cluster) -> str:
     """Return the command that trains with the plan in ``folder``."""
     if len({rank.node for rank in cluster.ranks}) > 1:
-        return f"sh {folder / LAUNCH_FILE}"
+        return shlex.join(["sh", str(folder / LAUNCH_FILE)])
     num_processes = cluster.num_ranks * cluster.num_replicas
-    return f"deepspeed --num_gpus {num_processes} {folder / TRAIN_FILE} --deepspeed_config {folder / DS_CONFIG_FILE}"
+    script, config = str(folder / TRAIN_FILE), str(folder / DS_CONFIG_FILE)
+    return shlex.join(["deepspeed", "--num_gpus", str(num_processes), script, "--deepspeed_config", config])
 
 
 def check_replaceable(folder: Path) -> None:
@@ -115,8 +117,7 @@ def check_replaceable(folder: Path) -> None:
 
 def _script_values(plan: Plan) -> dict[str, Any]:
     return {
-        # One line, no quotes: the name stands in comments and docstrings of scripts.
-        "model": " ".join(plan.model.split()).replace('"', "'").replace("\\", "/"),
+        "model": one_line(plan.model),
         "num_ranks": plan.num_ranks,
         "num_stages": plan.num_stages,
         "num_micro_batches": plan.num_micro_batches,

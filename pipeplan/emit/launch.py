@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pipeplan.cluster import Cluster
-from pipeplan.emit.templates import render
+from pipeplan.emit.templates import one_line, render
 from pipeplan.errors import ClusterError
 
 CPU = "cpu"
@@ -30,7 +30,7 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
     DeepSpeed numbers processes host by host, so the ranks of one node must follow each other.
 
     Raises:
-        ClusterError: The ranks of a node are not consecutive, or a node has too few slots.
+        ClusterError: The ranks of a node are not consecutive, a node has too few slots, or two nodes share a host.
     """
     runs = [(node, len(list(group))) for node, group in groupby(rank.node for rank in cluster.ranks)]
     seen: set[int] = set()
@@ -44,9 +44,13 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
     if not cluster.nodes:
         return ()
     hosts: list[Host] = []
+    node_by_host: dict[str, int] = {}
     for node, num_ranks in runs:
         num_used = num_ranks * cluster.num_replicas
         entry = cluster.nodes[node]
+        other = node_by_host.setdefault(entry.host, node)
+        if other != node:
+            raise ClusterError(f"nodes {other} and {node} are both host {entry.host!r}; make them one node")
         if entry.slots < num_used:
             raise ClusterError(
                 f"node {node} ({entry.host}) has {entry.slots} slots; its {num_ranks} ranks x {cluster.num_replicas} "
@@ -76,7 +80,7 @@ def render_launch_script(model: str, cluster: Cluster) -> str:
         where = f'--hostfile "${{HOSTFILE:?set it to a hostfile whose slots are, in this order: {needed}}}"'
     return render(
         "launch.sh.j2",
-        model=model,
+        model=one_line(model),
         num_ranks=cluster.num_ranks,
         num_replicas=cluster.num_replicas,
         num_nodes=num_nodes,

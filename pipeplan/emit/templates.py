@@ -25,3 +25,8 @@ def _environment() -> jinja2.Environment:
 def render(name: str, **values: Any) -> str:
     """Return the text of a template under ``templates/emit``; names ending in ``.html.j2`` escape their values."""
     return _environment().get_template(name).render(**values)
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` such that it can stand in a comment or docstring of a script: one line, no quotes."""
+    return " ".join(text.split()).replace('"', "'").replace("\\", "/")
