@@ -165,14 +165,17 @@ class HuggingFaceModel:
 
 
 def layers_from_config(
-    content: Mapping[str, Any], *, name: str, granularity: str = "layer", seed: int = 0
+    content: Mapping[str, Any], *, name: str, granularity: str = "layer", seed: int = 0, where: str | None = None
 ) -> ModelLayers:
     """Return the layers of the causal language model that a Hugging Face config describes; builds none of them.
+
+    Args:
+        where: What to call the config in errors; ``name`` if not given.
 
     Raises:
         ModelError: The config is faulty, or the model can't be cut into layers.
     """
-    config = config_from_mapping(content, name)
+    config = config_from_mapping(content, where or name)
     model = HuggingFaceModel(config, seed)
     return ModelLayers(
         name=name,
