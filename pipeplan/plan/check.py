@@ -6,7 +6,7 @@ ranks; ``pipeplan.program.verify`` answers that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipeplan.errors import PlanError
 from pipeplan.plan.findings import Finding, FindingKind, RefusedError
@@ -53,6 +53,7 @@ def find_order_faults(order: Order, placement: Placement, num_micro_batches: int
     num_stages = placement.num_stages
     rank_by_stage = placement.rank_by_stage
     findings: list[Finding] = []
+    misplaced: set[int] = set()
     # position of every op on its rank, by kind, then stage * num_micro_batches + micro-batch; -1 where missing
     position_by_kind = [[-1] * (num_stages * num_micro_batches) for _ in OpKind]
     for rank, ops in enumerate(order.ops_by_rank):
@@ -61,31 +62,40 @@ def find_order_faults(order: Order, placement: Placement, num_micro_batches: int
             if stage >= num_stages or op.micro_batch >= num_micro_batches:
                 findings.append(_unknown(op, rank, position, num_stages, num_micro_batches))
                 continue
+            slot = stage * num_micro_batches + op.micro_batch
             if rank_by_stage[stage] != rank:
                 reason = f"stage {stage} is placed on rank {rank_by_stage[stage]} (placement {placement})"
                 findings.append(_fault(FindingKind.WRONG_RANK, rank, position, op, reason))
+                misplaced.add(slot)
                 continue
             positions = position_by_kind[op.kind]
-            slot = stage * num_micro_batches + op.micro_batch
             if positions[slot] >= 0:
                 reason = f"it already runs at position {positions[slot]}; every op runs once"
                 findings.append(_fault(FindingKind.DUPLICATE, rank, position, op, reason))
                 continue
             positions[slot] = position
-    findings.extend(_find_pairing_faults(position_by_kind, rank_by_stage, num_micro_batches))
+    findings.extend(_find_pairing_faults(position_by_kind, rank_by_stage, num_micro_batches, misplaced))
     return findings
 
 
 def _find_pairing_faults(
-    position_by_kind: Sequence[Sequence[int]], rank_by_stage: Sequence[int], num_micro_batches: int
+    position_by_kind: Sequence[Sequence[int]],
+    rank_by_stage: Sequence[int],
+    num_micro_batches: int,
+    misplaced: Collection[int],
 ) -> list[Finding]:
-    """Return the faults among the ops of one stage and micro-batch: missing, both backwards, out of sequence."""
-    misplaced: list[Finding] = []
+    """Return the faults among the ops of one stage and micro-batch: missing, both backwards, out of sequence.
+
+    Slots in ``misplaced`` have a fault already, of which others would only be echoes.
+    """
+    early: list[Finding] = []
     missing: list[Finding] = []
     for slot, (forward, backward, input_half, weight_half) in enumerate(zip(*position_by_kind, strict=True)):
         if 0 <= forward < backward and input_half < 0 and weight_half < 0:
             continue
         if 0 <= forward < input_half < weight_half and backward < 0:
+            continue
+        if slot in misplaced:
             continue
         stage, micro_batch = divmod(slot, num_micro_batches)
         rank = rank_by_stage[stage]
@@ -99,7 +109,7 @@ def _find_pairing_faults(
         if backward >= 0 and (input_half >= 0 or weight_half >= 0):
             half = OpKind.I if input_half >= 0 else OpKind.W
             reason = f"B already does the work of {op(half)}; run either B, or I and W"
-            misplaced.append(_fault(FindingKind.BOTH_BACKWARDS, rank, backward, op(OpKind.B), reason))
+            early.append(_fault(FindingKind.BOTH_BACKWARDS, rank, backward, op(OpKind.B), reason))
         elif backward < 0 and input_half < 0 and weight_half < 0:
             reason = "missing; no B, and no I and W instead"
             missing.append(_fault(FindingKind.MISSING, rank, None, op(OpKind.B), reason))
@@ -117,8 +127,8 @@ def _find_pairing_faults(
         for earlier, before, later, after in pairs:
             if before > after >= 0:
                 reason = f"it needs {op(earlier)}, which runs later, at position {before}"
-                misplaced.append(_fault(FindingKind.TOO_EARLY, rank, after, op(later), reason))
-    return misplaced + missing
+                early.append(_fault(FindingKind.TOO_EARLY, rank, after, op(later), reason))
+    return early + missing
 
 
 def _fault(kind: FindingKind, rank: int, position: int | None, op: Op, reason: str) -> Finding:
