@@ -19,6 +19,7 @@ from pipeplan.model.kinds import identity_of, kind_of
 from pipeplan.model.routers import mark_routers
 from pipeplan.model.segments import DecoderSegment, FrontSegment, HeadSegment, TailSegment
 from pipeplan.model.types import LayerSource, ModelLayers
+from pipeplan.model.weights import HuggingFaceCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +178,40 @@ def layers_from_config(
     """
     config = config_from_mapping(content, where or name)
     model = HuggingFaceModel(config, seed)
+    layers = tuple(model.source(unit) for unit in model.units)
     return ModelLayers(
         name=name,
-        layers=tuple(model.source(unit) for unit in model.units),
+        layers=layers,
         loss_function=model.loss,
         sample_batch=partial(_sample_batch, config.vocab_size),
         source={"huggingface": dict(content), "granularity": granularity},
         vocab_size=config.vocab_size,
+        checkpoint=HuggingFaceCheckpoint(
+            model.model, tuple(layer.weight_names for layer in layers), model.owner_by_name
+        ),
     )
+
+
+def build_reference(content: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
+    """Return the plain Hugging Face model of a config, with the weights that its layers have when built alone.
+
+    Args:
+        content: The config, as ``model_source`` holds it under ``huggingface``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_from_mapping(content, "config")
+    has_router_loss = getattr(config, "output_router_logits", False)
+    layers = HuggingFaceModel(config, seed)
+    config.output_router_logits = has_router_loss
+    reference: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = reference.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for unit in layers.units:
+            built = layers.build(unit).state_dict()
+            for local, full in layers.weight_names(unit).items():
+                state[full].copy_(built[local])
+    return reference
 
 
 def _dissected(config: Any) -> Anatomy:
