@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from pipeplan import __version__
 from pipeplan.cli.console import print_message
-from pipeplan.cli.optimize import optimize
-from pipeplan.cli.quickstart import quickstart
-from pipeplan.cli.show import show
-from pipeplan.cli.simulate import simulate
 from pipeplan.errors import PipeplanError
 
 EXIT_ERROR = 1
@@ -27,10 +26,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(optimize)
-app.command()(simulate)
-app.command()(show)
-app.command()(quickstart)
+
+# In the order of a user's way through them. Each lives in a module of the same name (keywords get an underscore) that
+# imports nothing heavy, so that --help stays quick.
+_COMMANDS = ("profile", "optimize", "show", "verify", "simulate", "export", "import", "quickstart")
+
+
+def _register_commands() -> None:
+    for name in _COMMANDS:
+        identifier = f"{name}_" if keyword.iskeyword(name) else name
+        if find_spec(f"pipeplan.cli.{identifier}") is None:
+            continue
+        module = import_module(f"pipeplan.cli.{identifier}")
+        app.command(name)(getattr(module, identifier))
+
+
+_register_commands()
 
 
 def _print_version(wanted: bool) -> None:

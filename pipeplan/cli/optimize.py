@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeplan.search import Progress
 
 _SEARCH = "Search"
+Strategy = Literal["default", "baselines", "octopipe"]  # pipeplan.search.STRATEGIES, whose import help can't pay for
 
 
 def optimize(
@@ -62,8 +63,8 @@ def optimize(
         typer.Option("--colocate-tied", help="Keep layers that share a weight on one rank.", rich_help_panel=_SEARCH),
     ] = False,
     strategy: Annotated[
-        str,
-        typer.Option("--strategy", help="How to search: default, baselines or octopipe.", rich_help_panel=_SEARCH),
+        Strategy,
+        typer.Option("--strategy", help="How to search; octopipe is a published tuner.", rich_help_panel=_SEARCH),
     ] = "default",
     ds_config: Annotated[
         Path | None,

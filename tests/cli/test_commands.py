@@ -1,0 +1,135 @@
+"""optimize, show and simulate on the published profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import pipeplan.search
+from pipeplan.cluster import read_cluster
+from pipeplan.plan.folder import load_plan
+from pipeplan.search import SearchResult
+from tests.cli.conftest import GOLDEN_PROFILE, Run
+
+OPTIONS = ("--ranks", 4, "--micro-batches", 8, "--strategy", "baselines")
+
+
+def test_optimize_prints_the_comparison(run: Run, tmp_path: Path) -> None:
+    """The table with baselines, bound and plan is the result (stdout); where it went and how to train, messages."""
+    outcome = run("optimize", GOLDEN_PROFILE, *OPTIONS, "-o", tmp_path / "plan")
+    assert outcome.status == 0
+    for word in ("1F1B", "GPipe", "ZB-H1", "this plan", "lower bound", "peak memory"):
+        assert word in outcome.out
+    assert f"wrote {tmp_path / 'plan'}" in outcome.err
+    assert "deepspeed --num_gpus 4" in outcome.err
+
+
+def test_quiet_prints_only_results(run: Run, tmp_path: Path) -> None:
+    """--quiet leaves the result and nothing on stderr."""
+    outcome = run("optimize", GOLDEN_PROFILE, *OPTIONS, "--quiet", "-o", tmp_path / "plan")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "this plan" in outcome.out
+
+
+def test_small_gain_is_said(run: Run, tmp_path: Path) -> None:
+    """A plan that is the best baseline says that it gains under 2 %."""
+    outcome = run("optimize", GOLDEN_PROFILE, *OPTIONS, "-o", tmp_path / "plan")
+    assert "under 2%" in " ".join(outcome.out.split())
+
+
+def test_json_matches_the_folder(run: Run, tmp_path: Path) -> None:
+    """--json gives one document whose figures are those of the plan written."""
+    folder = tmp_path / "plan"
+    outcome = run("optimize", GOLDEN_PROFILE, *OPTIONS, "--json", "-q", "-o", folder)
+    result = json.loads(outcome.out)
+    plan = load_plan(folder).plan
+    assert plan.prediction is not None
+    assert result["digest"] == plan.digest
+    assert result["makespan_ms"] == pytest.approx(plan.prediction.makespan_ns / 1e6)
+    assert result["comparison"]["lower_bound_ms"] <= result["makespan_ms"]
+    assert len(result["ranks"]) == 4
+
+
+def test_same_inputs_same_bytes(run: Run, tmp_path: Path) -> None:
+    """The same inputs, seed and work limit give the same plan, byte for byte."""
+    for name in ("a", "b"):
+        outcome = run(
+            "optimize", GOLDEN_PROFILE, "--ranks", 2, "--micro-batches", 4, "--seed", 3, "--work-limit", 20_000,
+            "-o", tmp_path / name,
+        )  # fmt: skip
+        assert outcome.status == 0, outcome.err
+    for name in ("plan.yaml", "program.yaml", "ds_config.json", "profile.yaml", "cluster.yaml"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_interrupted_optimize_keeps_the_best_plan(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during the search ends it; the best plan so far is written, and the message says that it was cut short."""
+    whole = pipeplan.search.optimize
+
+    def interrupted(*arguments: object, **options: object) -> SearchResult:
+        calls = 0
+
+        def interrupt(progress: object) -> None:
+            nonlocal calls
+            calls += 1
+            raise KeyboardInterrupt
+
+        options = {**options, "on_progress": interrupt, "strategy": "default"}
+        return whole(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipeplan.search, "optimize", interrupted)
+    outcome = run("optimize", GOLDEN_PROFILE, *OPTIONS, "-o", tmp_path / "plan")
+    assert outcome.status == 0
+    assert "interrupted" in outcome.err
+    assert run("verify", tmp_path / "plan").status == 0
+
+
+def test_cluster_file_and_memory_cap(run: Run, tmp_path: Path) -> None:
+    """A cluster file is taken as it is, and --memory-gb overrides its caps."""
+    source = tmp_path / "cluster.yaml"
+    source.write_text(
+        "format: pipeplan-cluster/1\n"
+        "ranks: [{device: h800-sxm, memory_gb: 90}, {device: h800-sxm, slowdown: 1.5}]\n"
+        "links: {within_node: {latency_us: 5, gb_per_s: 100}}\n"
+    )
+    options = ("--cluster", source, "--micro-batches", 4, "--strategy", "baselines", "-q")
+    assert run("optimize", GOLDEN_PROFILE, *options, "-o", tmp_path / "a").status == 0
+    assert read_cluster(tmp_path / "a" / "cluster.yaml") == read_cluster(source)
+    assert run("optimize", GOLDEN_PROFILE, *options, "--memory-gb", 200, "-o", tmp_path / "b").status == 0
+    capped = read_cluster(tmp_path / "b" / "cluster.yaml")
+    assert [rank.memory_bytes for rank in capped.ranks] == [200_000_000_000] * 2
+    assert capped.ranks[1].slowdown == 1.5
+
+
+def test_fixed_partition_and_placement(run: Run, tmp_path: Path) -> None:
+    """--partition and --placement come back in the plan unchanged."""
+    options = ("--partition", "15,15,15,13", "--placement", "0,1,2,3")
+    assert run("optimize", GOLDEN_PROFILE, *OPTIONS, *options, "-q", "-o", tmp_path / "plan").status == 0
+    plan = load_plan(tmp_path / "plan").plan
+    assert (str(plan.partition), str(plan.placement)) == ("15,15,15,13", "0,1,2,3")
+
+
+def test_show_draws_the_timeline(run: Run, tmp_path: Path, golden_plan: Path) -> None:
+    """Show prints a row a rank, the baselines, bubbles and memory, and writes a well-formed SVG."""
+    figure = tmp_path / "timeline.svg"
+    outcome = run("show", golden_plan, "--svg", figure)
+    assert outcome.status == 0, outcome.err
+    lines = outcome.out.splitlines()
+    for rank in range(4):
+        row = next(line for line in lines if line.startswith(f"rank {rank} "))
+        assert set(row.removeprefix(f"rank {rank} ").strip()) <= set("FBIW·")
+    for word in ("ramp-up", "ramp-down", "held for W", "1F1B", "lower bound"):
+        assert word in outcome.out
+    ElementTree.fromstring(figure.read_text())
+
+
+def test_simulate_under_other_costs(run: Run, tmp_path: Path, golden_plan: Path) -> None:
+    """A cluster twice as slow takes twice as long, and simulate says how that compares with the recorded time."""
+    recorded = json.loads(run("simulate", golden_plan, "--json").out)["makespan_ms"]
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("format: pipeplan-cluster/1\nranks:\n" + "- {device: h800-sxm, slowdown: 2.0}\n" * 4)
+    assert json.loads(run("simulate", golden_plan, "--cluster", slow, "--json").out)["makespan_ms"] == 2 * recorded
+    assert "+100.0%" in run("simulate", golden_plan, "--cluster", slow).err
