@@ -49,6 +49,12 @@ class ForwardContext:
         """Return a shell of the base model whose forward ends at the first decoder layer."""
         return shell_of(self._shell)
 
+    def prepare(self, device: torch.device, *, training: bool) -> None:
+        """Bring the parts without weights (rotary tables, dropout) to a device and into a mode."""
+        for module in self._aux:
+            module.to(device)
+            module.train(training)
+
     def arguments(self, index: int, hidden: Tensor, extras: dict[str, Any], *, training: bool) -> Others:
         """Return the positional and keyword arguments of decoder layer ``index`` after its hidden states.
 
@@ -94,8 +100,7 @@ class ForwardContext:
         return arguments
 
     def _run(self, hidden: Tensor, extras: dict[str, Any], embeds: Tensor, training: bool) -> list[Others]:
-        for module in self._aux:
-            module.to(hidden.device)
+        self.prepare(hidden.device, training=training)
         self._shell.training = training
         self._recorded = []
         self._embeds = embeds

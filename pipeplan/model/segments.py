@@ -28,6 +28,7 @@ class FrontSegment(nn.Module):
             stub_of(layer, self._reach) for layer in anatomy.layers
         )
         self._shell = (shell,)  # in a tuple, so that its parts are registered once
+        self._context = context
         self._reached: Tensor | None = None
 
     def forward(self, inputs: Any) -> Any:
@@ -35,6 +36,7 @@ class FrontSegment(nn.Module):
         tokens, extras = unpack_inputs(inputs)
         shell: Any = self._shell[0]
         shell.training = self.training
+        self._context.prepare(tokens.device, training=self.training)
         named = {"input_ids": tokens, **extras}
         if self._reads_embeddings:
             embeds = self.get_submodule(self._embedding_name)(tokens)
