@@ -1,0 +1,314 @@
+"""The engine: executes a plan's program on DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.utils import move_to_device
+
+from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
+from pipeplan.errors import LaunchError
+from pipeplan.plan.ops import Op, OpKind
+from pipeplan.program import types as program_types
+from pipeplan.program.types import Message, Payload, Program
+from pipeplan.program.verify import VerifiedProgram
+from pipeplan.runtime import boundary, schedule
+from pipeplan.runtime.batch import BatchState, MicroBatches, Outgoing
+from pipeplan.runtime.channels import Channels
+from pipeplan.runtime.forward_only import forward_program
+from pipeplan.runtime.gradients import global_gradient_norm, scale_gradients
+from pipeplan.runtime.module import PlannedPipelineModule
+
+
+class PlannedPipelineEngine(PipelineEngine):
+    """Runs a ``PlannedPipelineModule`` as its plan says; made by ``pipeplan.runtime.initialize``.
+
+    The methods of DeepSpeed's pipeline engine work as documented there. Differences: micro-batches keep their
+    number whatever the order (data, labels, dropout seeds, sums of losses), gradient norms are global, and boundaries
+    between stages may be any pytree of tensors.
+    """
+
+    module: PlannedPipelineModule
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._is_constructed = False  # DeepSpeed's constructor asks for positions, not for stages
+        super().__init__(*args, **kwargs)
+        self._is_constructed = True
+        self._rank_by_stage = self.module.rank_by_stage
+        self._num_model_stages = len(self._rank_by_stage)
+        replicas = [
+            [self.grid.stage_to_global(rank, data=replica) for rank in range(self.num_stages)]
+            for replica in range(self.grid.data_parallel_size)
+        ]
+        self._channels = Channels(self.stage_id, replicas, self.grid.data_parallel_id, torch.device(self.device))
+        self._weight_gradients = WeightGradientStore()
+        self._evaluation_schedules: dict[int, schedule.PlannedSchedule] = {}  # keyed by number of micro-batches
+        self._num_micro_batches_run = 0
+        self._has_autocast = self.torch_autocast_enabled()
+        self.set_program(self.module.runnable.verified)
+        if self.training_data:
+            self._build_data_iter(self.training_data)
+
+    # The program.
+
+    def set_program(self, verified: VerifiedProgram) -> None:
+        """Run the following batches with another program of the same placement; collective.
+
+        Raises:
+            LaunchError: It places the stages elsewhere.
+        """
+        program = verified.program
+        if program.rank_by_stage != self._rank_by_stage:
+            raise LaunchError(
+                f"the program places the stages on ranks {list(program.rank_by_stage)}, but the layers were built for "
+                f"{list(self._rank_by_stage)}; a running engine can change the order only"
+            )
+        self._program = program
+        self._split_ops = {
+            (step.op.stage, step.op.micro_batch)
+            for step in program.instructions_by_rank[self.stage_id]
+            if isinstance(step, program_types.Compute) and step.op.kind is OpKind.I
+        }
+        self._channels.prepare(program)
+        self._schedule = self._schedule_of(program)
+
+    def _train_schedule(self) -> schedule.PlannedSchedule:
+        planned = self._program.num_micro_batches
+        if self.micro_batches != planned:
+            raise LaunchError(
+                f"the engine runs {self.micro_batches} micro-batches a batch, but its program is for {planned}; call "
+                f"set_program with a program for {self.micro_batches}"
+            )
+        return self._schedule
+
+    def _inference_schedule(self, micro_batches: int) -> schedule.PlannedSchedule:
+        if micro_batches not in self._evaluation_schedules:
+            self._evaluation_schedules[micro_batches] = self._schedule_of(forward_program(self._program, micro_batches))
+        return self._evaluation_schedules[micro_batches]
+
+    def _schedule_of(self, program: Program) -> schedule.PlannedSchedule:
+        return schedule.PlannedSchedule(program.num_micro_batches, self.num_stages, self.stage_id, program)
+
+    def _exec_schedule(self, pipe_schedule: schedule.PlannedSchedule) -> None:
+        self._batch = BatchState()
+        self._running = pipe_schedule.program
+        num_uses = self.module.hosts_first_stage + self.module.hosts_last_stage
+        self._data = MicroBatches(self._next_batch, pipe_schedule.micro_batches, num_uses)
+        self._channels.start_batch()
+        handlers: dict[type, Callable[[Any], None]] = {
+            kind: MethodType(method, self) for kind, method in self._INSTRUCTION_MAP.items()
+        }
+        for commands in pipe_schedule:
+            for command in commands:
+                handlers[type(command)](**command.kwargs)
+        self._finish_batch(pipe_schedule.micro_batches)
+
+    def _finish_batch(self, num_micro_batches: int) -> None:
+        """Hand DeepSpeed the losses in micro-batch order."""
+        self._channels.finish_batch()
+        self.fwd_outputs = [self._batch.losses[micro_batch] for micro_batch in sorted(self._batch.losses)]
+        if self.fwd_outputs:
+            self.loss = self.fwd_outputs[-1]
+            self.total_loss = sum(self.fwd_outputs[1:], self.fwd_outputs[0].clone())
+        if self.eval_return_logits:
+            self.outputs = [self._batch.logits[micro_batch] for micro_batch in sorted(self._batch.logits)]
+        if self._weight_gradients.pending_keys:
+            raise LaunchError(f"weight gradients of {list(self._weight_gradients.pending_keys)} were never computed")
+        if torch.is_grad_enabled():
+            self._num_micro_batches_run += num_micro_batches
+
+    # Ops.
+
+    def _exec_compute(self, instruction: program_types.Compute) -> None:
+        op = instruction.op
+        if op.kind is OpKind.F:
+            self._run_forward(op)
+        elif op.kind is OpKind.W:
+            with self._accumulate_gradients():
+                self._weight_gradients.run((op.stage, op.micro_batch))
+        else:
+            self._run_backward(op)
+
+    def _deferral(self, key: tuple[int, int]) -> AbstractContextManager[Any]:
+        if key in self._split_ops and torch.is_grad_enabled():
+            return defer_weight_gradients(self._weight_gradients, key)
+        return nullcontext()
+
+    def _run_forward(self, op: Op) -> None:
+        stage, micro_batch = key = (op.stage, op.micro_batch)
+        is_last = stage == self._num_model_stages - 1
+        inputs = self._load_inputs(micro_batch) if stage == 0 else self._batch.inputs.pop(key)
+        with self._deferral(key), autocast_if_enabled(self) if self._has_autocast else nullcontext():
+            outputs = self.module.run_stage(stage, inputs, micro_batch, self._num_micro_batches_run)
+            if is_last:
+                self._keep_loss(key, outputs)
+                return
+        spec, tensors = boundary.split(outputs)
+        is_first_of_stage = self._channels.record(stage, micro_batch, spec)
+        if torch.is_grad_enabled():
+            self._batch.roots[key] = [tensor for tensor in tensors if tensor.requires_grad]
+        if self._rank_by_stage[stage + 1] == self.stage_id:
+            self._accept_inputs(stage + 1, micro_batch, tensors)
+        else:
+            self._batch.outgoing[key] = Outgoing(tensors, spec if is_first_of_stage else None)
+
+    def _load_inputs(self, micro_batch: int) -> Any:
+        inputs = move_to_device(self._data[micro_batch][0], self.device)
+        return self._cast_inputs_half(inputs) if self.fp16_auto_cast() else inputs
+
+    def _keep_loss(self, key: tuple[int, int], outputs: Any) -> None:
+        micro_batch = key[1]
+        if self.eval_return_logits:
+            self._batch.logits[micro_batch] = outputs
+        loss = outputs
+        if self._compute_loss and self.module.loss_fn is not None:
+            labels = move_to_device(self._data[micro_batch][1], self.device)
+            loss = self.module.loss_fn(outputs, labels)
+        if torch.is_tensor(loss):
+            self._batch.losses[micro_batch] = loss.detach()
+            if loss.requires_grad:
+                self._batch.roots[key] = [loss]
+                self._batch.output_gradients[key] = [self._loss_gradient(loss)]
+
+    def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the loss's backward starts from: the share of the batch, and the loss scale of fp16."""
+        share = torch.full_like(loss, 1.0 / self._running.num_micro_batches, requires_grad=False)
+        loss_scaler = getattr(self.optimizer, "loss_scaler", None)
+        if loss_scaler is not None:
+            share = share * loss_scaler.loss_scale
+        return share
+
+    def _accept_inputs(self, stage: int, micro_batch: int, tensors: Any) -> None:
+        """Make what arrived for a forward the leaves of its graph."""
+        spec = self._channels.spec(stage - 1)
+        leaves = boundary.detach_inputs(spec, tensors)
+        self._batch.inputs[stage, micro_batch] = spec.join(leaves)
+        if torch.is_grad_enabled():
+            self._batch.input_leaves[stage, micro_batch] = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def _run_backward(self, op: Op) -> None:
+        stage, micro_batch = key = (op.stage, op.micro_batch)
+        roots = self._batch.roots.pop(key, [])
+        gradients = self._batch.output_gradients.pop(key, [])
+        pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+        if pairs:
+            with self._deferral(key), self._accumulate_gradients():
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if stage == 0:
+            return
+        leaves = self._batch.input_leaves.pop(key)
+        if self._rank_by_stage[stage - 1] == self.stage_id:
+            self._batch.output_gradients[stage - 1, micro_batch] = [leaf.grad for leaf in leaves]
+        else:
+            self._batch.outgoing_gradients[key] = [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
+            ]
+
+    @contextmanager
+    def _accumulate_gradients(self) -> Iterator[None]:
+        """Let DeepSpeed's optimizer collect the gradients of one backward."""
+        self._running_engine_backward = True
+        try:
+            if self.using_bf16_optimizer:
+                self.optimizer.clear_lp_grads()
+                yield
+                self.optimizer.update_hp_grads(clear_lp_grads=False)
+            else:
+                yield
+        finally:
+            self._running_engine_backward = False
+
+    # Messages.
+
+    def _exec_send(self, instruction: program_types.Send) -> None:
+        message = instruction.message
+        key = (message.source_stage, message.micro_batch)
+        if message.payload is Payload.ACTIVATION:
+            outgoing = self._batch.outgoing.pop(key)
+            self._channels.send(message, outgoing.tensors, outgoing.header)
+        else:
+            self._channels.send(message, self._batch.outgoing_gradients.pop(key))
+
+    def _exec_receive(self, instruction: program_types.Receive) -> None:
+        self._channels.post_receive(instruction.message)
+
+    def _exec_wait_receive(self, instruction: program_types.WaitReceive) -> None:
+        message: Message = instruction.message
+        tensors = self._channels.wait_receive(message)
+        if message.payload is Payload.ACTIVATION:
+            self._accept_inputs(message.target_stage, message.micro_batch, tensors)
+        else:
+            self._batch.output_gradients[message.target_stage, message.micro_batch] = tensors
+
+    def _exec_wait_send(self, instruction: program_types.WaitSend) -> None:
+        self._channels.wait_send(instruction.message)
+
+    # The end of a batch.
+
+    def _exec_tied(self, instruction: program_types.ReduceTied) -> None:
+        placeholder = getattr(self.module, "placeholder", None)
+        if placeholder is not None:
+            with self._accumulate_gradients():
+                (placeholder.sum() * 0.0).backward()
+        for tied in self.module.tied_weights:
+            tied.sum_gradients(self._gradient_of)
+
+    def _gradient_of(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """Return the tensor that a weight's gradient was accumulated in."""
+        attribute = "grad"
+        if self.using_bf16_optimizer:
+            attribute = "_hp_grad"
+        elif getattr(self.optimizer, "use_grad_accum_attribute", False):
+            attribute = "grad_accum"
+        gradient = getattr(weight, attribute, None)
+        if gradient is None:
+            if self.using_bf16_optimizer:
+                raise LaunchError("a tied weight got no gradient on this rank; use it in the loss, or freeze it")
+            gradient = torch.zeros_like(weight)
+            setattr(weight, attribute, gradient)
+        return gradient
+
+    def _exec_replicas(self, instruction: program_types.ReduceReplicas) -> None:
+        # ZeRO-1 moves the gradients into its partitions here; without it a lone replica has nothing to average.
+        if self.is_data_parallel or (self.zero_optimization() and not self.using_bf16_optimizer):
+            self._exec_reduce_grads()
+
+    def _exec_step(self, instruction: program_types.OptimizerStep) -> None:
+        self._exec_optimizer_step()
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all ranks; called by DeepSpeed for fp32 without ZeRO."""
+        parameters = list(self.module.parameters())
+        norm = global_gradient_norm(parameters, self.grid.get_model_parallel_group(), torch.device(self.device))
+        scale_gradients(parameters, norm, self.gradient_clipping())
+        self._global_grad_norm = norm
+
+    # DeepSpeed asks these about the rank.
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.module.hosts_first_stage if self._is_constructed else super().is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.module.hosts_last_stage if self._is_constructed else super().is_last_stage()
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self._rank_by_stage[-1])
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012  DeepSpeed's own hook
+        schedule.Compute: _exec_compute,
+        schedule.Send: _exec_send,
+        schedule.Receive: _exec_receive,
+        schedule.WaitReceive: _exec_wait_receive,
+        schedule.WaitSend: _exec_wait_send,
+        schedule.ReduceTied: _exec_tied,
+        schedule.ReduceReplicas: _exec_replicas,
+        schedule.OptimizerStep: _exec_step,
+    }

@@ -1,0 +1,34 @@
+"""The gradient norm over all parameters of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import nn
+
+
+def global_gradient_norm(parameters: Iterable[nn.Parameter], group: Any, device: torch.device) -> torch.Tensor:
+    """Return the 2-norm over the gradients of all ranks of ``group``, in fp32; collective.
+
+    Copies of tied weights (``ds_pipe_replicated``) count on one rank only, so that the norm is the one of the model
+    whatever the placement.
+    """
+    norms = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        for parameter in parameters
+        if parameter.grad is not None and not getattr(parameter, "ds_pipe_replicated", False)
+    ]
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their global norm is at most ``max_norm``, as ``clip_grad_norm_`` does."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

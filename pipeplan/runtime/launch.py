@@ -1,0 +1,122 @@
+"""``deepspeed.initialize`` for planned pipelines: the same signature and result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+from pipeplan.deepspeed_config import refuse_unsupported
+from pipeplan.errors import LaunchError
+from pipeplan.runtime.engine import PlannedPipelineEngine
+from pipeplan.runtime.module import PlannedPipelineModule
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Build the engine of a planned pipeline, the way ``deepspeed.initialize`` builds its own.
+
+    A model that isn't a ``PlannedPipelineModule`` goes to ``deepspeed.initialize`` unchanged.
+
+    Returns:
+        Engine, optimizer, training data loader and learning-rate scheduler, as ``deepspeed.initialize``.
+
+    Raises:
+        LaunchError: The config asks for something that a plan can't run with, or contradicts the plan.
+    """
+    if not isinstance(model, PlannedPipelineModule):
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    if mpu is not None or mesh_param is not None:
+        raise LaunchError("a planned pipeline brings its own grid of ranks; delete the mpu and mesh_param arguments")
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    content = _load_config(args, config if config is not None else config_params)
+    refuse_unsupported(content)
+    _refuse_what_the_plan_decides(content)
+    config_class = DeepSpeedConfig(content, model.mpu())
+    deepspeed.set_optimizer_flags(config_class, model)
+    _check_micro_batches(config_class, model)
+    engine = PlannedPipelineEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=model.mpu(),
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=content,
+        config_class=config_class,
+    )
+    engine._configure_python_gc()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _load_config(args: Any, config: str | Path | dict[str, Any] | None) -> dict[str, Any]:
+    from_arguments = getattr(args, "deepspeed_config", None)
+    if from_arguments is not None and config is not None:
+        raise LaunchError("the DeepSpeed config was given twice, as --deepspeed_config and as an argument; give one")
+    chosen = from_arguments if config is None else config
+    if chosen is None:
+        raise LaunchError("no DeepSpeed config was given; pass --deepspeed_config FILE")
+    if isinstance(chosen, dict):
+        return chosen
+    if not Path(chosen).is_file():
+        raise LaunchError(f"DeepSpeed config {chosen} does not exist")
+    content: dict[str, Any] = load_ds_config(str(chosen))
+    return content
+
+
+def _refuse_what_the_plan_decides(config: dict[str, Any]) -> None:
+    pipeline = config.get("pipeline", {})
+    if isinstance(pipeline, dict) and pipeline.get("activation_checkpoint_interval"):
+        raise LaunchError(
+            "the DeepSpeed config sets pipeline.activation_checkpoint_interval, but the plan says which stages "
+            "recompute; delete it and list the stages under 'recompute' in the plan"
+        )
+
+
+def _check_micro_batches(config: DeepSpeedConfig, model: PlannedPipelineModule) -> None:
+    planned = model.runnable.plan.num_micro_batches
+    if config.gradient_accumulation_steps != planned:
+        raise LaunchError(
+            f"the DeepSpeed config runs {config.gradient_accumulation_steps} micro-batches a batch "
+            f"(gradient_accumulation_steps), but the plan is for {planned}; set gradient_accumulation_steps to "
+            f"{planned} and train_batch_size to match, or optimize again with --micro-batches"
+        )

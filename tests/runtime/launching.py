@@ -1,0 +1,160 @@
+"""Plan folders for toy models, and the real launcher over a list of cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import toy
+import torch
+
+from pipeplan.cluster import equal_ranks
+from pipeplan.plan.folder import write_plan_folder
+from pipeplan.plan.layout import Partition, Placement
+from pipeplan.plan.ops import Op, OpKind, Order
+from pipeplan.plan.types import Plan
+from pipeplan.profile.file import profile_digest
+from pipeplan.profile.types import LayerProfile, LayerTimes, Profile
+from pipeplan.program.file import write_program
+from pipeplan.program.verify import verify_plan
+
+DEVICE = "cpu"
+
+
+def profile_of(model: str) -> Profile:
+    """Return a made-up profile of a toy model; only its names and its shape matter here."""
+    times = LayerTimes(
+        forward_ns=2_000_000, backward_ns=4_000_000, input_gradient_ns=2_000_000, weight_gradient_ns=2_000_000
+    )
+    return Profile(
+        model=model,
+        source="measured",
+        micro_batch_size=toy.SAMPLES,
+        sequence_length=toy.LENGTH,
+        dtype="fp32",
+        state_bytes_per_parameter=16.0,
+        layers=tuple(
+            LayerProfile(
+                name=layer.name,
+                kind=layer.kind,
+                num_parameters=100,
+                output_bytes=1000,
+                activation_bytes=1000,
+                held_for_w_bytes=1000,
+                tied=layer.tied,
+                times_by_device={DEVICE: times},
+            )
+            for layer in toy.layers_of(model)
+        ),
+    )
+
+
+def split_evenly(num_layers: int, num_stages: int) -> Partition:
+    """Return a partition whose stages differ by one layer at most, the longer ones first."""
+    base, longer = divmod(num_layers, num_stages)
+    return Partition(tuple(base + (stage < longer) for stage in range(num_stages)))
+
+
+def random_order(placement: Placement, num_micro_batches: int, seed: int) -> Order:
+    """Return a random order that finishes: ops are drawn one by one among those whose inputs exist."""
+    rng = random.Random(seed)
+    num_stages = placement.num_stages
+    splits = {stage for stage in range(num_stages) if rng.random() < 0.5}
+    ready = [Op(0, OpKind.F, micro_batch) for micro_batch in range(num_micro_batches)]
+    lines: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    while ready:
+        op = ready.pop(rng.randrange(len(ready)))
+        lines[placement.rank_by_stage[op.stage]].append(op)
+        if op.kind is OpKind.F and op.stage + 1 < num_stages:
+            ready.append(Op(op.stage + 1, OpKind.F, op.micro_batch))
+        elif op.kind is OpKind.F or (op.kind.is_backward_input and op.stage > 0):
+            stage = op.stage if op.kind is OpKind.F else op.stage - 1
+            ready.append(Op(stage, OpKind.I if stage in splits else OpKind.B, op.micro_batch))
+        if op.kind is OpKind.I:
+            ready.append(Op(op.stage, OpKind.W, op.micro_batch))
+    return Order.of(lines)
+
+
+def write_folder(
+    folder: Path,
+    model: str,
+    placement: Placement,
+    order: Order,
+    partition: Partition | None = None,
+    *,
+    num_replicas: int = 1,
+    recomputed_stages: tuple[int, ...] = (),
+) -> Path:
+    """Write the plan folder of a toy model; returns it."""
+    profile = profile_of(model)
+    num_micro_batches = 1 + max(op.micro_batch for line in order for op in line)
+    plan = Plan(
+        model=model,
+        num_micro_batches=num_micro_batches,
+        partition=partition or split_evenly(profile.num_layers, placement.num_stages),
+        placement=placement,
+        order=order,
+        recomputed_stages=recomputed_stages,
+        profile_digest=profile_digest(profile),
+    )
+    cluster = equal_ranks(order.num_ranks, DEVICE, num_replicas=num_replicas)
+    write_plan_folder(plan, profile, cluster, folder)
+    write_program(verify_plan(plan, profile, cluster), folder / "program.yaml")
+    return folder
+
+
+def launch(num_processes: int, cases: Sequence[dict[str, Any]], folder: Path, timeout_s: int = 300) -> None:
+    """Run the cases under the real ``deepspeed`` launcher; their results lie in ``folder`` afterwards."""
+    listing = folder / "cases.json"
+    listing.write_text(json.dumps(list(cases)))
+    launcher = Path(sys.executable).with_name("deepspeed")
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[2])),
+    }
+    command = [
+        str(launcher),
+        "--num_gpus",
+        str(num_processes),
+        "--master_port",
+        str(_free_port()),
+        str(Path(__file__).with_name("worker.py")),
+        "--cases",
+        str(listing),
+    ]
+    log = folder / "launch.log"
+    with log.open("w") as stream:
+        # A session of its own, so that a hang can be ended with everything that the launcher started.
+        process = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert status == 0, f"exit status {status} (None: still running after {timeout_s} s)\n" + log.read_text()[-12000:]
+
+
+def result_of(folder: Path, name: str, num_processes: int) -> list[dict[str, Any]]:
+    """Return what every rank saved for a case."""
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_processes)]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

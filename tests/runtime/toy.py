@@ -1,0 +1,286 @@
+"""Small models for the runtime tests, and their training in one process: a plain torch loop over the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeplan.model.types import LayerSource
+
+VOCABULARY = 31
+WIDTH = 16
+LENGTH = 12
+SAMPLES = 2
+AUXILIARY_WEIGHT = 0.02
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+
+
+class Embedding(nn.Module):
+    """Token ids to (hidden states, auxiliary loss so far)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 * torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.embedding(tokens, self.weight), torch.zeros(())
+
+
+class Attention(nn.Module):
+    """Pre-norm causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        queries, keys, values = self.qkv(self.norm(hidden)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return hidden + self.out(mixed.transpose(1, 2).flatten(2)), auxiliary
+
+
+class Convolution(nn.Module):
+    """Mamba-like: a gated depthwise causal convolution and a decaying sum over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.into = nn.Linear(WIDTH, 2 * WIDTH)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+        self.decay = nn.Parameter(torch.rand(WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        signal, gate = self.into(self.norm(hidden)).chunk(2, dim=-1)
+        signal = self.convolution(signal.transpose(1, 2))[..., : hidden.shape[1]].transpose(1, 2)
+        state, states = torch.zeros_like(signal[:, 0]), []
+        for position in range(hidden.shape[1]):
+            state = torch.sigmoid(self.decay) * state + signal[:, position]
+            states.append(state)
+        return hidden + self.out(torch.stack(states, 1) * functional.silu(gate)), auxiliary
+
+
+class Experts(nn.Module):
+    """Two of four experts a token, with a load-balancing loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Parameter(0.3 * torch.randn(4, WIDTH, WIDTH))
+        self.down = nn.Parameter(0.3 * torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        normed = self.norm(hidden)
+        probabilities = self.router(normed).softmax(-1)
+        chosen, experts = probabilities.topk(2, dim=-1)
+        weights = torch.zeros_like(probabilities).scatter(-1, experts, chosen)
+        outputs = torch.einsum(
+            "bsew,ewv->bsev", functional.gelu(torch.einsum("bsw,ewv->bsev", normed, self.up)), self.down
+        )
+        load = (weights > 0).float().mean((0, 1))
+        auxiliary = auxiliary + 4 * (load * probabilities.mean((0, 1))).sum()
+        return hidden + (weights.unsqueeze(-1) * outputs).sum(2), auxiliary
+
+
+class Perceptron(nn.Module):
+    """Pre-norm MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden)))), auxiliary
+
+
+class Head(nn.Module):
+    """Hidden states to (logits, auxiliary loss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        return functional.linear(hidden, self.weight), auxiliary
+
+
+class Scale(nn.Module):
+    """A layer without parameters."""
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        return hidden * 1.1, auxiliary
+
+
+class Packing(nn.Module):
+    """The embedding of a model whose boundaries hold tensors of many kinds, and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        hidden = functional.embedding(tokens, self.weight)
+        return {
+            "half": hidden.to(torch.bfloat16),
+            "positions": torch.arange(tokens.shape[1]).expand_as(tokens),
+            "mask": tokens % 5 != 0,
+            "nothing": None,
+            "scale": (tokens.float().mean(), "a constant"),
+            "hidden": hidden,
+        }
+
+
+class Mixing(nn.Module):
+    """A layer that uses everything in a mixed boundary and hands all of it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, boundary: dict[str, Any]) -> dict[str, Any]:
+        assert boundary["nothing"] is None
+        assert boundary["mask"].dtype is torch.bool
+        assert boundary["positions"].dtype is torch.int64
+        assert boundary["half"].dtype is torch.bfloat16
+        assert boundary["scale"][1] == "a constant"
+        hidden = self.linear(boundary["hidden"]) + boundary["half"].float()
+        hidden = torch.where(boundary["mask"].unsqueeze(-1), hidden, hidden * boundary["scale"][0] / VOCABULARY)
+        hidden = hidden + torch.sin(boundary["positions"].float()).unsqueeze(-1)
+        return {**boundary, "hidden": hidden, "half": hidden.to(torch.bfloat16)}
+
+
+class Unpacking(nn.Module):
+    """The head of the mixed model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, boundary: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return self.linear(boundary["hidden"]), torch.zeros(())
+
+
+_BODY = (Attention, Convolution, Experts, Perceptron, Attention, Convolution, Perceptron, Experts)
+CLASSES_BY_MODEL: dict[str, tuple[type[nn.Module], ...]] = {
+    "hybrid": (Embedding, *_BODY, Head),
+    "tied": (Embedding, *_BODY, Head),
+    "tied-thrice": (Embedding, *_BODY[:3], Head, Embedding, *_BODY[3:], Head),
+    "scaled": (Embedding, Attention, Scale, Scale, Perceptron, Head),
+    "mixed": (Packing, Mixing, Mixing, Mixing, Mixing, Unpacking),
+}
+
+
+def loss_function(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    """Return the next-token cross-entropy plus the weighted auxiliary loss."""
+    logits, auxiliary = outputs
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + AUXILIARY_WEIGHT * auxiliary
+
+
+def micro_batch(index: int, replica: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (inputs, labels) of a global micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * replica + index)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def _build(kind: type[nn.Module], index: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(100 + index)
+        return kind()
+
+
+def layers_of(model: str) -> list[LayerSource]:
+    """Return the layers of a model, each with weights of its own seed."""
+    sources = []
+    for index, kind in enumerate(CLASSES_BY_MODEL[model]):
+        is_tied = model.startswith("tied") and kind in (Embedding, Head)
+        sources.append(
+            LayerSource(
+                name=f"{index}.{kind.__name__.lower()}",
+                kind=kind.__name__.lower(),
+                build=lambda kind=kind, index=index: _build(kind, index),
+                identity=kind.__name__,
+                tied="vocabulary" if is_tied else None,
+                tied_weight_attr=("weight",) if is_tied else (),
+            )
+        )
+    return sources
+
+
+def build_all(model: str) -> list[nn.Module]:
+    """Return the built layers with tied weights shared, the first one's winning."""
+    layers: list[nn.Module] = []
+    shared: nn.Parameter | None = None
+    for source in layers_of(model):
+        layer = source.build()
+        assert isinstance(layer, nn.Module)
+        if source.tied is not None:
+            if shared is None:
+                shared = layer.weight
+            layer.weight = shared
+        layers.append(layer)
+    return layers
+
+
+def run(layers: Sequence[Callable[[Any], Any]], inputs: Any) -> Any:
+    """Return what the last layer returns."""
+    for layer in layers:
+        inputs = layer(inputs)
+    return inputs
+
+
+def train_in_one_process(
+    model: str, *, num_steps: int, num_micro_batches: int, num_replicas: int = 1, max_norm: float = 1e9
+) -> dict[str, Any]:
+    """Train the layers in a row with SGD and momentum.
+
+    Returns:
+        ``losses`` and ``norms`` by step, ``gradients`` of the first step and final ``weights`` by "LAYER.NAME".
+    """
+    layers = build_all(model)
+    named = {f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    parameters = list({id(p): p for p in named.values()}.values())
+    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
+    for step in range(num_steps):
+        total = 0.0
+        for replica in range(num_replicas):
+            for number in range(num_micro_batches):
+                inputs, labels = micro_batch(step * num_micro_batches + number, replica)
+                loss = loss_function(run(layers, inputs), labels) / (num_micro_batches * num_replicas)
+                loss.backward()
+                total += loss.item()
+        result["losses"].append(total)
+        if step == 0:
+            result["gradients"] = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        result["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    result["weights"] = {name: p.detach().clone() for name, p in named.items()}
+    return result
+
+
+def evaluate_in_one_process(layers: Sequence[nn.Module], first: int, num_micro_batches: int) -> float:
+    """Return the mean loss of micro-batches from ``first`` on."""
+    with torch.no_grad():
+        losses = []
+        for number in range(num_micro_batches):
+            inputs, labels = micro_batch(first + number)
+            losses.append(loss_function(run(layers, inputs), labels).item())
+    return sum(losses) / len(losses)

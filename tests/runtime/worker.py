@@ -1,0 +1,123 @@
+"""What the launcher runs in the runtime tests: many cases in one launch, results by rank."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import toy
+from deepspeed import comm as dist
+
+import pipeplan.runtime
+from pipeplan.errors import PipeplanError
+
+CASE_LIMIT_S = 40  # a case that hangs shows where, and ends the launch
+
+
+def batches(first: int, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield micro-batches from ``first`` on."""
+    while True:
+        yield toy.micro_batch(first, replica)
+        first += 1
+
+
+def config(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the DeepSpeed config of a case."""
+    return {
+        "train_micro_batch_size_per_gpu": toy.SAMPLES,
+        "gradient_accumulation_steps": case["num_micro_batches"],
+        "gradient_clipping": case.get("max_norm", 1e9),
+        "steps_per_print": 10**9,
+        **case.get("config", {}),
+    }
+
+
+def planned_engine(case: dict[str, Any]) -> Any:
+    """Build the engine of a case with plain SGD."""
+    module = pipeplan.runtime.PlannedPipelineModule(
+        toy.layers_of(case["model"]), loss_fn=toy.loss_function, plan=Path(case["folder"])
+    )
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=toy.LEARNING_RATE, momentum=toy.MOMENTUM)
+    engine, *_ = pipeplan.runtime.initialize(
+        model=module, optimizer=optimizer, model_parameters=parameters, config=config(case)
+    )
+    return engine
+
+
+def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's parameters by "LAYER.NAME", tied ones under each of their names."""
+    named: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if name != "placeholder":
+            named[name] = parameter
+    return named
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps; return what the reference returns, for this rank's layers."""
+    engine = planned_engine(case)
+    named = named_parameters(engine)
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}, "evaluations": []}
+
+    def keep_gradients(*_: Any) -> None:
+        if not result["gradients"]:
+            result["gradients"] = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+    if not case.get("zero"):
+        engine.optimizer.register_step_pre_hook(keep_gradients)
+    data = batches(0, engine.grid.data_parallel_id)
+    for step in range(case["num_steps"]):
+        for count in case.get("evaluate", {}).get(str(step), []):
+            result["evaluations"].append(float(engine.eval_batch(batches(5000, 0), num_micro_batches=count)))
+        result["losses"].append(float(engine.train_batch(data_iter=data)))
+        result["norms"].append(float(engine.get_global_grad_norm()))
+    result["weights"] = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return result
+
+
+def refuse(case: dict[str, Any]) -> dict[str, Any]:
+    """Build an engine that must be refused; return the message."""
+    if dist.get_rank() == case.get("odd_rank"):
+        case = {**case, "folder": case["odd_folder"]}
+    try:
+        planned_engine(case)
+    except PipeplanError as error:
+        return {"refused": type(error).__name__, "message": str(error)}
+    return {"refused": None, "message": ""}
+
+
+def main() -> None:
+    """Run every case of the list, one after another."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--cases", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    rank = dist.get_rank()
+    for case in json.loads(arguments.cases.read_text()):
+        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        try:
+            result = {"train": train, "refuse": refuse}[case["kind"]](case)
+        except Exception:
+            traceback.print_exc()
+            print(f"case {case['name']} failed on rank {rank}", file=sys.stderr, flush=True)
+            raise
+        torch.save(result, arguments.cases.parent / f"{case['name']}-{rank}.pt")
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
