@@ -100,7 +100,7 @@ def interpret(program: Program, queue_model: QueueModel) -> list[Op]:
                 return True
         return False
 
-    while any([step_rank(rank) for rank in range(program.num_ranks)]) or transfer():
+    while sum(step_rank(rank) for rank in range(program.num_ranks)) or transfer():
         pass
     if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
         raise WrongError(f"hangs at {positions}")

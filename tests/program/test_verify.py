@@ -113,9 +113,11 @@ def test_an_order_that_waits_in_a_circle_is_refused_with_the_cycle() -> None:
     assert finding.kind is FindingKind.DEADLOCK
     assert finding.cycle == (Cell(0, 1), Cell(1, 1))
     assert str(caught.value).splitlines() == [
-        "rank 0, position 1, 0B0: deadlock, a circle of 2 waits: "
-        "rank 0, position 1, 0B0 waits for 1B0, which rank 1 runs at position 3, behind 1F1; "
-        "rank 1, position 1, 1F1 waits for 0F1, which rank 0 runs at position 2, behind 0B0",
+        (
+            "rank 0, position 1, 0B0: deadlock, a circle of 2 waits: rank 0, position 1, 0B0 waits for 1B0, which rank 1 "
+            "runs at position 3, behind 1F1; rank 1, position 1, 1F1 waits for 0F1, which rank 0 runs at position 2, "
+            "behind 0B0"
+        ),
         "* rank  0 from step  0: 0F0   >0B0< 0F1   0B1",
         "* rank  1 from step  0: 1F0   >1F1< 1B1   1B0",
     ]
@@ -139,9 +141,7 @@ TWO_BATCHES = plan_of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], "0,1", 2)
 
 
 def test_two_sends_first_under_a_blocking_queue_are_refused() -> None:
-    """Rank 0 sends micro-batch 1 and rank 1 the gradient of 0, each before its receive: fine with a queue a
-    direction, a deadlock where both directions share one, and the cycle says so.
-    """
+    """Both ranks send before they receive: fine with a queue a direction, a deadlock where directions share one."""
     program = program_of(SENDS_FIRST, TWO_BATCHES)
     verify(program, TWO_BATCHES, PAIR_PROFILE, devices(2), QueueModel.ORDERED_PAIR)
     for queue_model in (QueueModel.PAIR, QueueModel.SINGLE):
@@ -267,9 +267,7 @@ def test_the_cluster_must_have_the_plans_ranks() -> None:
 def test_what_passes_runs_in_a_literal_interpreter(
     case: tuple[Plan, Profile, Cluster], lowered_for: QueueModel, queue_model: QueueModel, data: st.DataObject
 ) -> None:
-    """Programs mutated at random: whatever the interpreter can't run, the verifier refuses, and moved waits, sends
-    and receives that leave every wait in place are refused only if the interpreter hangs or goes wrong too.
-    """
+    """Programs mutated at random: whatever hangs or goes wrong in the interpreter, the verifier refuses."""
     plan, profile, cluster = case
     program = lower(plan, profile, cluster, lowered_for)
     rows = [list(steps) for steps in program.instructions_by_rank]
