@@ -139,7 +139,7 @@ def test_a_plan_of_another_profile_is_refused(tmp_path: Path) -> None:
     slower = replace(V_PROFILE, sequence_length=256)
     write_profile(slower, tmp_path / "slower.yaml")
     for allow in (False, True):
-        with pytest.raises(PlanError, match="partitions 4 layers; .*five.yaml .equal. has 5"):
+        with pytest.raises(PlanError, match=r"partitions 4 layers; .*five.yaml .equal. has 5"):
             load_plan(folder, tmp_path / "five.yaml", allow_other_costs=allow)
     with pytest.raises(PlanError, match="was made for another profile"):
         load_plan(folder, tmp_path / "slower.yaml")
@@ -148,12 +148,12 @@ def test_a_plan_of_another_profile_is_refused(tmp_path: Path) -> None:
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """No plan in the folder; a cluster of another size; several device types and no cluster."""
-    with pytest.raises(FileFormatError, match="holds no plan.yaml"):
+    with pytest.raises(FileFormatError, match=r"holds no plan\.yaml"):
         load_plan(tmp_path)
     folder = tmp_path / "plan"
     write_plan_folder(FULL_PLAN, V_PROFILE, devices(2), folder)
     write_cluster(devices(3), tmp_path / "three.yaml")
-    with pytest.raises(ClusterError, match="has 3 ranks; .* is for 2"):
+    with pytest.raises(ClusterError, match=r"has 3 ranks; .* is for 2"):
         load_plan(folder, cluster_path=tmp_path / "three.yaml")
     mixed = replace(
         V_PROFILE,
@@ -164,7 +164,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     )
     write_profile(mixed, tmp_path / "mixed.yaml")
     (folder / "cluster.yaml").unlink()
-    with pytest.raises(ProfileError, match="covers several device types .cpu, gpu.; say which"):
+    with pytest.raises(ProfileError, match=r"covers several device types .cpu, gpu.; say which"):
         load_plan(folder, tmp_path / "mixed.yaml", allow_other_costs=True)
 
 

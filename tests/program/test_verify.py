@@ -114,8 +114,8 @@ def test_an_order_that_waits_in_a_circle_is_refused_with_the_cycle() -> None:
     assert finding.cycle == (Cell(0, 1), Cell(1, 1))
     assert str(caught.value).splitlines() == [
         (
-            "rank 0, position 1, 0B0: deadlock, a circle of 2 waits: rank 0, position 1, 0B0 waits for 1B0, which rank 1 "
-            "runs at position 3, behind 1F1; rank 1, position 1, 1F1 waits for 0F1, which rank 0 runs at position 2, "
+            "rank 0, position 1, 0B0: deadlock, a circle of 2 waits: rank 0, position 1, 0B0 waits for 1B0, which rank "
+            "1 runs at position 3, behind 1F1; rank 1, position 1, 1F1 waits for 0F1, which rank 0 runs at position 2, "
             "behind 0B0"
         ),
         "* rank  0 from step  0: 0F0   >0B0< 0F1   0B1",
