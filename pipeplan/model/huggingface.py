@@ -16,6 +16,7 @@ from pipeplan.model.config import config_from_mapping
 from pipeplan.model.context import ForwardContext
 from pipeplan.model.initialise import initialised_part, seed_of
 from pipeplan.model.kinds import identity_of, kind_of
+from pipeplan.model.loss import loss_of
 from pipeplan.model.routers import mark_routers
 from pipeplan.model.segments import DecoderSegment, FrontSegment, HeadSegment, TailSegment
 from pipeplan.model.types import LayerSource, ModelLayers
@@ -112,15 +113,6 @@ class HuggingFaceModel:
             weight_names=names,
         )
 
-    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """Return the model's own loss: shifted cross-entropy, ignoring -100, plus the router loss if asked for."""
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-        loss: Tensor = self.model.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        if isinstance(outputs, Mapping):
-            coefficient = getattr(self.model, "router_aux_loss_coef", self.config.router_aux_loss_coef)
-            loss = loss + coefficient * outputs["aux_loss"].to(loss.device)
-        return loss
-
     def _units(self) -> list[_Unit]:
         anatomy = self.anatomy
         base = anatomy.base_name
@@ -182,7 +174,7 @@ def layers_from_config(
     return ModelLayers(
         name=name,
         layers=layers,
-        loss_function=model.loss,
+        loss_function=loss_of(model.anatomy, config),
         sample_batch=partial(_sample_batch, config.vocab_size),
         source={"huggingface": dict(content), "granularity": granularity},
         vocab_size=config.vocab_size,

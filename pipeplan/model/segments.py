@@ -10,7 +10,7 @@ from pipeplan.model.anatomy import Anatomy, split_hidden
 from pipeplan.model.boundary import pack, unpack, unpack_inputs
 from pipeplan.model.context import ForwardContext
 from pipeplan.model.routers import record_router_logits
-from pipeplan.model.shells import Reached, first_tensor, shell_of, stub_of
+from pipeplan.model.shells import BaseOutput, Reached, first_tensor, shell_of, stub_of
 
 
 class FrontSegment(nn.Module):
@@ -114,14 +114,14 @@ class HeadSegment(nn.Module):
             shell._modules[name] = part
         shell._modules[anatomy.base_name] = stub_of(anatomy.base, self._base_output)
         self._shell = (shell,)  # in a tuple, so that its parts are registered once
-        self._output: _BaseOutput | None = None
+        self._output: BaseOutput | None = None
 
     def forward(self, value: Any) -> Any:
         """Return the logits, or a mapping of ``logits`` and ``aux_loss``."""
         hidden, extras = unpack(value)
         shell: Any = self._shell[0]
         shell.training = self.training
-        self._output = _BaseOutput(hidden, extras.get("router_logits"))
+        self._output = BaseOutput(hidden, extras.get("router_logits"))
         options: dict[str, Any] = {}
         if self._has_router_loss:
             options = {"output_router_logits": True, "attention_mask": extras.get("attention_mask")}
@@ -133,21 +133,6 @@ class HeadSegment(nn.Module):
             return {"logits": result.logits, "aux_loss": result.aux_loss}
         return result.logits
 
-    def _base_output(self, *args: Any, **kwargs: Any) -> _BaseOutput:
+    def _base_output(self, *args: Any, **kwargs: Any) -> BaseOutput:
         assert self._output is not None
         return self._output
-
-
-class _BaseOutput:
-    """What the base model would have returned: hidden states, router logits, and ``None`` for all else."""
-
-    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None) -> None:
-        self.last_hidden_state = hidden
-        self.router_logits = router_logits
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]

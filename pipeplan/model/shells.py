@@ -42,3 +42,18 @@ def first_tensor(output: Any) -> Tensor:
     result = output[0] if isinstance(output, tuple) else output
     assert isinstance(result, Tensor)
     return result
+
+
+class BaseOutput:
+    """What the base model would have returned: hidden states, router logits, and ``None`` for all else."""
+
+    def __init__(self, hidden: Tensor | None, router_logits: tuple[Tensor, ...] | None = None) -> None:
+        self.last_hidden_state = hidden
+        self.router_logits = router_logits
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
