@@ -24,3 +24,22 @@ def quickstart(
 
     Example: pipeplan quickstart
     """
+    from pipeplan.cli.console import print_json, print_message, print_result, progress
+    from pipeplan.cli.render import rich_table
+    from pipeplan.quickstart.steps import run_quickstart
+    from pipeplan.quickstart.table import quickstart_summary, quickstart_table
+
+    with progress("starting", quiet=quiet) as update:
+
+        def say(text: str) -> None:
+            update(text)
+            if not quiet:
+                print_message(text)
+
+        result = run_quickstart(output, steps, say)
+    if json:
+        print_json(quickstart_summary(result))
+    else:
+        print_result(rich_table(quickstart_table(result)))
+    if not quiet:
+        print_message(f"{output} holds the plan; train with it again:\n  {result.launch_line}")
