@@ -26,11 +26,12 @@ _GROUP_BY_PAIR: dict[tuple[int, int], Any] = {}
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A receive; ``works`` is unset until it is posted."""
+    """A receive, posted or still waiting for the structure of its boundary."""
 
     message: Message
+    is_posted: bool = False
     tensors: Sequence[torch.Tensor] = ()
-    works: list[Any] | None = None
+    works: Sequence[Any] = ()
 
 
 class Channels:
@@ -151,12 +152,11 @@ class Channels:
         """Wait until a message has arrived and return its tensors."""
         arrival = self._arrivals.pop(message)
         source = self._rank_by_stage[message.source_stage]
-        if arrival.works is None:
+        if not arrival.is_posted:
             unposted = self._unposted_by_rank[source]
-            while arrival.works is None:  # what comes ahead of it was sent ahead of it, so this waits for nothing new
+            while not arrival.is_posted:  # what comes ahead of it was sent ahead of it: this waits for nothing new
                 self._post(unposted.popleft(), source, may_block=True)
             self._post_what_is_known(source)
-        assert arrival.works is not None
         self._wait(arrival.works, message, "from", source)
         return arrival.tensors
 
@@ -188,6 +188,7 @@ class Channels:
             spec = self._spec_by_stage[key] = self._receive_header(source_global, group)
         wanted = spec.gradient_tensors if is_gradient else spec.tensors
         arrival.tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in wanted]
+        arrival.is_posted = True
         arrival.works = [
             dist.irecv(_wire(tensor), source_global, group=group) for tensor in arrival.tensors if tensor.numel()
         ]

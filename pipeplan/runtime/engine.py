@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -302,7 +302,7 @@ class PlannedPipelineEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._rank_by_stage[-1])
 
-    _INSTRUCTION_MAP = {  # noqa: RUF012  DeepSpeed's own hook
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         schedule.Compute: _exec_compute,
         schedule.Send: _exec_send,
         schedule.Receive: _exec_receive,

@@ -149,7 +149,7 @@ class PlannedPipelineModule(PipelineModule):
 
     def _build(self) -> None:
         self.tied_keys = find_tied_keys(self._layer_specs)
-        self._tied_modules_by_layer: dict[int, nn.Module] = {}
+        self.module_by_layer: dict[int, nn.Module] = {}
         self.functions_by_stage: dict[int, list[Callable[[Any], Any]]] = {}
         for stage in self.stages:
             self.functions_by_stage[stage] = [self._build_layer(index) for index in self.layer_indices_by_stage[stage]]
@@ -170,7 +170,7 @@ class PlannedPipelineModule(PipelineModule):
                 self.tied_modules[layer.key] = self._build_seeded(layer, self._first_layer(layer.key))
                 self.tied_weight_attrs[layer.key] = layer.tied_weight_attr
             module = self.tied_modules[layer.key]
-            self._tied_modules_by_layer[index] = module
+            self.module_by_layer[index] = module
             return module if layer.forward_fn is None else partial(layer.forward_fn, module)
         if hasattr(layer, "build"):
             built = self._build_seeded(layer, index)
@@ -182,7 +182,7 @@ class PlannedPipelineModule(PipelineModule):
 
     def _register(self, index: int, module: nn.Module) -> nn.Module:
         self.add_module(str(index), module)
-        self._tied_modules_by_layer[index] = module
+        self.module_by_layer[index] = module
         return module
 
     def _build_seeded(self, layer: Any, index: int) -> Any:
@@ -198,7 +198,7 @@ class PlannedPipelineModule(PipelineModule):
         for tied in self.tied_keys:
             first: list[nn.Parameter] = []
             for index, names in sorted(tied.attributes_by_layer.items()):
-                module = self._tied_modules_by_layer.get(index)
+                module = self.module_by_layer.get(index)
                 if module is None:
                     continue
                 if not first:
@@ -222,7 +222,7 @@ class PlannedPipelineModule(PipelineModule):
                 if self.global_rank not in ranks:
                     continue
                 index = min(index for index in tied.attributes_by_layer if self.stage_owner(index) == self.stage_id)
-                module = self._tied_modules_by_layer[index]
+                module = self.module_by_layer[index]
                 weights = [get_parameter(module, name) for name in tied.attributes_by_layer[index]]
                 source = self._grid.stage_to_global(first_owner, data=replica)
                 self.tied_weights.append(TiedWeights(weights, ranks, source, group))

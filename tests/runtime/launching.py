@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import toy
 import torch
+import toy
 
 from pipeplan.cluster import equal_ranks
 from pipeplan.plan.folder import write_plan_folder

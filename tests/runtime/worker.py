@@ -56,10 +56,8 @@ def planned_engine(case: dict[str, Any]) -> Any:
 
 def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
     """Return this rank's parameters by "LAYER.NAME", tied ones under each of their names."""
-    named: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        if name != "placeholder":
-            named[name] = parameter
+    named = dict(engine.module.named_parameters(remove_duplicate=False))
+    named.pop("placeholder", None)
     return named
 
 
