@@ -277,7 +277,8 @@ def evolve(  # type: ignore[no-untyped-def]
         assign(trial, current)
         _mutate(instance, trial, freedom, state)
         score = schedule_genome(instance, trial, workshop)
-        temperature = hot * (cold / hot) ** (step / num_steps) * scores[1]
+        scale = scores[1] if scores[1] < NO_MEMORY_SCORE else 1e8  # without a fit, scores count bytes
+        temperature = hot * (cold / hot) ** (step / num_steps) * scale
         if score <= scores[0] or uniform(state) < np.exp((scores[0] - score) / temperature):
             assign(current, trial)
             scores[0] = score

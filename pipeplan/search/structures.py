@@ -1,0 +1,33 @@
+"""Which placements are worth searching: stages looped over the ranks or folded back and forth, with whole or part laps."""
+
+from __future__ import annotations
+
+from pipeplan.plan.orders import folded_placement, looped_placement
+from pipeplan.search.problem import Problem
+
+MAX_LAPS = 6
+
+
+def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
+    """Return the placements to start from, ranks by stage; only the fixed one if there is one."""
+    fixed = problem.constraints
+    if fixed.placement is not None:
+        return [fixed.placement.rank_by_stage]
+    num_ranks = problem.num_ranks
+    most = num_atoms if fixed.partition is None else fixed.partition.num_stages
+    least = num_ranks if fixed.partition is None else fixed.partition.num_stages
+    found: list[tuple[int, ...]] = []
+    for laps in range(1, MAX_LAPS + 1):
+        for layout in (looped_placement, folded_placement):
+            whole = layout(num_ranks, laps).rank_by_stage
+            after = layout(num_ranks, laps + 1).rank_by_stage
+            found.extend((whole, (*whole, after[len(whole)])))
+            if fixed.partition is not None and len(whole) < most < len(after):
+                found.append(after[:most])
+    unique = list(dict.fromkeys(found))
+    return [ranks for ranks in unique if least <= len(ranks) <= most and _is_plain(ranks)]
+
+
+def _is_plain(ranks: tuple[int, ...]) -> bool:
+    """Return whether no extra stage merely repeats the rank of the stage before at the very end."""
+    return len(ranks) < 2 or ranks[-1] != ranks[-2]

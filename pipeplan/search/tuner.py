@@ -1,0 +1,325 @@
+"""The default strategy: co-optimise partition, placement and order.
+
+1. Every placement worth trying starts a *track*: partition and scheduler rules evolve together (``evolve``). In rounds,
+   the better half goes on with more work a track.
+2. The orders of the best tracks, and the best named orders, go to local search with boundaries (``order_search``).
+3. Where I and W ended up side by side, B replaces them if that is not slower.
+
+All scores are checked with the simulator before they count: an *incumbent* fits every cap and is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.plan.layout import Partition, Placement
+from pipeplan.search.baselines import Baseline
+from pipeplan.search.budget import ORDER_STEP_WEIGHT, Budget
+from pipeplan.search.evolve import (
+    DEFAULT_KNOBS,
+    NO_MEMORY_SCORE,
+    Freedom,
+    Genome,
+    Workshop,
+    assign,
+    build_workshop,
+    evolve,
+    schedule_genome,
+)
+from pipeplan.search.instance import Instance, build_instance
+from pipeplan.search.order_search import INVALID, Bench, Ordering, build_bench, makespan_of, search_order
+from pipeplan.search.partition import balanced_bounds
+from pipeplan.search.problem import Candidate, Evaluation, Problem, fuse_backward
+from pipeplan.search.randomness import random_state
+from pipeplan.search.structures import placements
+from pipeplan.simulate import EncodedOrder
+
+IntArray = NDArray[np.int64]
+
+CHUNK_WORK = 1_500_000.0
+ROUND_SHARES = (0.14, 0.12, 0.12, 0.14)
+ORDER_SHARE = 0.46
+HOT, COLD = 0.02, 0.0004
+ORDER_HOT, ORDER_COLD = 0.004, 0.0001
+BOUNDARY_SHARE = 0.15
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One placement on its way through the rounds."""
+
+    current: Genome
+    best: Genome
+    trial: Genome
+    scores: NDArray[np.float64]
+    workshop: Workshop
+    state: NDArray[np.uint64]
+    freedom: Freedom
+    work_per_step: float
+
+
+@dataclass(slots=True, eq=False)
+class OrderTrack:
+    """One order on its way through local search."""
+
+    current: Ordering
+    best: Ordering
+    scores: NDArray[np.float64]
+    bench: Bench
+    state: NDArray[np.uint64]
+    boundary_share: float
+    rank_by_stage: tuple[int, ...]
+
+
+class Tuner:
+    """A search for one problem; ``run`` it, then read ``incumbent``."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        known: Sequence[Baseline],
+        budget: Budget,
+        seed: int,
+        report: Callable[[str, int | None], None],
+    ) -> None:
+        """Prepare; ``report`` is called with the phase and the best makespan now and then."""
+        self._problem = problem
+        self._known = known
+        self._budget = budget
+        self._report = report
+        self._instance: Instance = build_instance(problem)
+        self._num_atoms = len(self._instance.num_layers) - 1
+        self._seeds = np.random.SeedSequence(seed)
+        self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
+        self._tail = np.zeros(problem.num_ranks, dtype=np.int64)
+        self.incumbent: tuple[Candidate, Evaluation] | None = None
+        for baseline in known:
+            self._offer(baseline.candidate, baseline.evaluation)
+
+    def run(self) -> None:
+        """Search until the budget is used."""
+        tracks = [self._track(ranks) for ranks in placements(self._problem, self._num_atoms)]
+        temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
+        for number, share in enumerate(ROUND_SHARES):
+            until = self._budget.fraction + share
+            for index, track in enumerate(tracks):
+                goal = self._budget.fraction + (until - self._budget.fraction) / (len(tracks) - index)
+                self._evolve(track, goal, temperatures[number], temperatures[number + 1])
+                self._offer_track(track)
+            tracks.sort(key=lambda track: track.scores[1])
+            tracks = tracks[: max(3, len(tracks) // 2)]
+        self._search_orders(tracks)
+        self._fuse()
+
+    def _track(self, ranks: tuple[int, ...]) -> Track:
+        num_stages = len(ranks)
+        instance = self._instance
+        rank_array = np.array(ranks, dtype=np.int64)
+        fixed = self._problem.constraints
+        genome = Genome(
+            atoms=self._starting_atoms(rank_array),
+            ranks=rank_array,
+            knobs=DEFAULT_KNOBS.copy(),
+            limit_change=np.zeros(num_stages, dtype=np.int64),
+            is_fused=np.zeros(num_stages, dtype=np.bool_),
+            is_recomputed=np.zeros(num_stages, dtype=np.bool_),
+        )
+        workshop = build_workshop(instance, num_stages, self._margin, self._tail)
+        score = schedule_genome(instance, genome, workshop)
+        sums = instance.time_sums[0]
+        freedom = Freedom(
+            boundaries=fixed.partition is None,
+            ranks=fixed.placement is None and not self._ranks_are_equal(),
+            fusion=bool((sums[:, -1, 1] < sums[:, -1, 2] + sums[:, -1, 3]).any()),
+            recomputation=bool(instance.can_recompute[-1] > 0),
+        )
+        return Track(
+            current=genome,
+            best=genome.copy(),
+            trial=genome.copy(),
+            scores=np.array([score, score]),
+            workshop=workshop,
+            state=random_state(int(self._seeds.spawn(1)[0].generate_state(1)[0])),
+            freedom=freedom,
+            work_per_step=3.0 * num_stages * self._problem.num_micro_batches,
+        )
+
+    def _ranks_are_equal(self) -> bool:
+        cluster = self._problem.cluster
+        first = cluster.ranks[0]
+        same = all(
+            (rank.device, rank.memory_bytes, rank.slowdown) == (first.device, first.memory_bytes, first.slowdown)
+            for rank in cluster.ranks
+        )
+        return same and not cluster.link_by_pair and len({rank.node for rank in cluster.ranks}) == 1
+
+    def _starting_atoms(self, ranks: IntArray) -> IntArray:
+        """Return a partition for a placement: stages balanced by time, with larger ones on faster ranks."""
+        fixed = self._problem.constraints.partition
+        if fixed is not None:
+            bounds = np.searchsorted(self._instance.num_layers, fixed.bounds)
+            return np.diff(bounds).astype(np.int64)
+        sums = self._instance.time_sums[0]
+        work = (sums[:, :, 0] + sums[:, :, 1]) * self._instance.slowdown[:, None]
+        if np.allclose(work, work[0]):
+            return np.diff(np.array(balanced_bounds(np.diff(sums[0, :, 0] + sums[0, :, 1]), len(ranks))))
+        mean = np.cumsum(np.concatenate(([0.0], np.diff(work, axis=1).mean(axis=0))))
+        speed = mean[-1] / work[:, -1]
+        per_rank = np.bincount(ranks, minlength=len(speed))
+        share = speed[ranks] / per_rank[ranks]
+        targets = np.cumsum(share) / share.sum() * mean[-1]
+        bounds = [0]
+        for stage, target in enumerate(targets[:-1]):
+            lowest, highest = bounds[-1] + 1, self._num_atoms - (len(ranks) - 1 - stage)
+            bounds.append(int(np.clip(np.searchsorted(mean, target), lowest, highest)))
+        return np.diff(np.array([*bounds, self._num_atoms], dtype=np.int64))
+
+    def _evolve(self, track: Track, goal: float, hot: float, cold: float) -> None:
+        """Anneal a track until the budget's fraction reaches ``goal``."""
+        begin = self._budget.fraction
+        num_steps = max(1, int(CHUNK_WORK / track.work_per_step))
+        while self._budget.fraction < min(goal, 1.0):
+            done = min(1.0, (self._budget.fraction - begin) / max(goal - begin, 1e-9))
+            now = hot * (cold / hot) ** done
+            evolve(
+                self._instance, track.current, track.best, track.trial, track.scores, track.workshop, track.freedom,
+                num_steps, now, now, track.state,
+            )  # fmt: skip
+            self._budget.spend(num_steps * track.work_per_step)
+            self._tell("partition, placement and rules")
+        assign(track.current, track.best)
+        track.scores[0] = track.scores[1]
+
+    def _offer_track(self, track: Track) -> None:
+        if track.scores[1] >= NO_MEMORY_SCORE:
+            return
+        candidate = self._candidate_of(track)
+        evaluation = self._problem.evaluate(candidate)
+        if evaluation is not None:
+            self._offer(candidate, evaluation)
+
+    def _candidate_of(self, track: Track) -> Candidate:
+        schedule_genome(self._instance, track.best, track.workshop)
+        listing = track.workshop.listing
+        counts = listing.counts
+        flat = np.concatenate([listing.ops[rank, : counts[rank]] for rank in range(len(counts))])
+        offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        order = EncodedOrder(flat >> 34, (flat >> 32) & 3, flat & 0xFFFFFFFF, offsets)
+        return Candidate(
+            partition=self._partition(track.best.atoms),
+            placement=Placement(tuple(track.best.ranks.tolist())),
+            order=order,
+            recomputed_stages=tuple(np.flatnonzero(track.best.is_recomputed).tolist()),
+        )
+
+    def _partition(self, atoms: IntArray) -> Partition:
+        bounds = self._instance.num_layers[np.concatenate(([0], np.cumsum(atoms)))]
+        return Partition(tuple(np.diff(bounds).tolist()))
+
+    def _offer(self, candidate: Candidate, evaluation: Evaluation) -> None:
+        if not evaluation.fits or not self._problem.respects_ties(candidate.partition, candidate.placement):
+            return
+        if self.incumbent is None or evaluation.makespan_ns < self.incumbent[1].makespan_ns:
+            self.incumbent = (candidate, evaluation)
+
+    def _search_orders(self, tracks: list[Track]) -> None:
+        """Local search on the best tracks' orders and on the best named orders that fit."""
+        starts = [self._candidate_of(track) for track in tracks if track.scores[1] < NO_MEMORY_SCORE]
+        starts += [baseline.candidate for baseline in self._known[:2] if baseline.evaluation.fits]
+        orders = [track for start in starts if (track := self._order_track(start)) is not None]
+        begin = self._budget.fraction
+        span = max(1.0 - begin, 1e-9)
+        while orders and self._budget.fraction < 1.0:
+            keep = len(orders)
+            until = begin + span * (1.0 if keep == 1 else 0.5 * (1.0 - 0.5 / keep))
+            for index, order in enumerate(orders):
+                goal = self._budget.fraction + (until - self._budget.fraction) / (keep - index)
+                self._search_order(order, goal, begin, span)
+            orders.sort(key=lambda order: order.scores[1])
+            orders = orders[: max(1, keep // 3)]
+            if keep == 1:
+                break
+
+    def _order_track(self, candidate: Candidate) -> OrderTrack | None:
+        atoms = np.diff(np.searchsorted(self._instance.num_layers, candidate.partition.bounds)).astype(np.int64)
+        recomputed = np.zeros(len(atoms), dtype=np.bool_)
+        recomputed[list(candidate.recomputed_stages)] = True
+        order = candidate.order
+        ordering = Ordering(atoms, order.stage.copy(), order.kind.copy(), order.micro_batch.copy())
+        ranks = np.array(candidate.placement.rank_by_stage, dtype=np.int64)
+        bench = build_bench(
+            self._instance, ordering, ranks, recomputed, order.offsets.copy(), self._margin, self._tail
+        )
+        score = makespan_of(self._instance, ordering, bench)
+        if score >= INVALID:
+            return None
+        can_move = self._problem.constraints.partition is None
+        return OrderTrack(
+            current=ordering,
+            best=ordering.copy(),
+            scores=np.array([score, score]),
+            bench=bench,
+            state=random_state(int(self._seeds.spawn(1)[0].generate_state(1)[0])),
+            boundary_share=BOUNDARY_SHARE if can_move else 0.0,
+            rank_by_stage=candidate.placement.rank_by_stage,
+        )
+
+    def _search_order(self, track: OrderTrack, goal: float, begin: float, span: float) -> None:
+        work_per_step = ORDER_STEP_WEIGHT * len(track.current.stage)
+        num_steps = max(1, int(CHUNK_WORK / work_per_step))
+        while self._budget.fraction < min(goal, 1.0):
+            done = min(1.0, (self._budget.fraction - begin) / span)
+            now = ORDER_HOT * (ORDER_COLD / ORDER_HOT) ** done
+            search_order(
+                self._instance, track.current, track.best, track.scores, track.bench, track.boundary_share,
+                num_steps, now, now, track.state,
+            )  # fmt: skip
+            self._budget.spend(num_steps * work_per_step)
+            self._tell("order")
+        self._offer_order(track)
+
+    def _offer_order(self, track: OrderTrack) -> None:
+        best = track.best
+        candidate = Candidate(
+            partition=self._partition(best.atoms),
+            placement=Placement(track.rank_by_stage),
+            order=EncodedOrder(best.stage.copy(), best.kind.copy(), best.micro_batch.copy(), track.bench.offsets),
+            recomputed_stages=tuple(np.flatnonzero(track.bench.is_recomputed).tolist()),
+        )
+        evaluation = self._problem.evaluate(candidate)
+        if evaluation is not None:
+            self._offer(candidate, evaluation)
+
+    def _fuse(self) -> None:
+        """Replace I directly followed by its W with B where that does not make the batch longer."""
+        if self.incumbent is None:
+            return
+        candidate, evaluation = self.incumbent
+        order = candidate.order
+        starts = np.flatnonzero(
+            (order.kind[:-1] == 2)
+            & (order.kind[1:] == 3)
+            & (order.stage[:-1] == order.stage[1:])
+            & (order.micro_batch[:-1] == order.micro_batch[1:])
+        )
+        if not len(starts):
+            return
+        is_fused = np.zeros(order.num_ops, dtype=np.bool_)
+        is_fused[starts] = True
+        is_fused[starts + 1] = True
+        fused = Candidate(
+            partition=candidate.partition,
+            placement=candidate.placement,
+            order=fuse_backward(order, is_fused),
+            recomputed_stages=candidate.recomputed_stages,
+        )
+        after = self._problem.evaluate(fused)
+        if after is not None and after.fits and after.makespan_ns <= evaluation.makespan_ns:
+            self.incumbent = (fused, after)
+
+    def _tell(self, phase: str) -> None:
+        self._report(phase, None if self.incumbent is None else self.incumbent[1].makespan_ns)
