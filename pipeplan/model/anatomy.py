@@ -83,10 +83,12 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
     probe = _probe(base, layers_name, what)
     front_names = tuple(name for name in probe.before if has_weights(base.get_submodule(name)))
     _check_covered(base, {*front_names, *probe.after, layers_name}, what)
-    embedding = base.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     embedding_name = next((name for name in front_names if base.get_submodule(name) is embedding), None)
     if embedding_name is None:
-        raise ModelError(f"{what} can't be cut into layers: the token embedding is no direct part of {type(base).__name__}")
+        raise ModelError(
+            f"{what} can't be cut into layers: the token embedding is no direct part of {type(base).__name__}"
+        )
     if probe.layers_read_embeddings and len(front_names) > 1:
         raise ModelError(f"{what} can't be cut into layers: its decoder layers read more than the token embedding")
     return Anatomy(

@@ -31,7 +31,9 @@ def unpack_inputs(inputs: Any) -> tuple[Tensor, dict[str, Any]]:
     if isinstance(inputs, Mapping):
         for name in inputs:
             if name not in INPUT_NAMES:
-                raise ModelError(f"the batch holds {name!r}{nearest(name, INPUT_NAMES)}; known: {', '.join(INPUT_NAMES)}")
+                raise ModelError(
+                    f"the batch holds {name!r}{nearest(name, INPUT_NAMES)}; known: {', '.join(INPUT_NAMES)}"
+                )
         named = dict(inputs)
     elif isinstance(inputs, tuple | list) and 0 < len(inputs) <= len(INPUT_NAMES):
         named = dict(zip(INPUT_NAMES, inputs, strict=False))

@@ -51,16 +51,24 @@ def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
         raise ModelError(f"{where}: no 'model_type', so this is not a Hugging Face config")
     known = set(CONFIG_MAPPING.keys())
     if model_type not in known:
-        raise ModelError(f"{where}: transformers knows no model type {model_type!r}{nearest(model_type, sorted(known))}")
+        raise ModelError(
+            f"{where}: transformers knows no model type {model_type!r}{nearest(model_type, sorted(known))}"
+        )
     config_class = CONFIG_MAPPING[model_type]
     try:
         config = config_class.from_dict(dict(content))
     except Exception as error:  # transformers and its validators raise many kinds
-        raise ModelError(f"{where}: transformers refuses this {model_type} config: {_one_line(error)}") from error
+        raise ModelError(f"{where}: transformers refuses this {model_type} config: {one_line(error)}") from error
     text_config = config.get_text_config()
     if text_config is not config:
-        nested = next((value for value in content.values() if isinstance(value, Mapping)
-                       and value.get("model_type") == text_config.model_type), None)
+        nested = next(
+            (
+                value
+                for value in content.values()
+                if isinstance(value, Mapping) and value.get("model_type") == text_config.model_type
+            ),
+            None,
+        )
         content = content.get("text_config", nested or {})
         config = text_config
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -77,13 +85,14 @@ def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
 
 def _check_sizes(content: Mapping[str, Any], config: Any, where: str) -> None:
     aliases = {name: alias for alias, name in type(config).attribute_map.items()}
-    aliases |= {alias: name for alias, name in type(config).attribute_map.items()}
+    aliases |= type(config).attribute_map
     for choices in (("hidden_size",), _DEPTH_KEYS):
         keys = {*choices, *(aliases[name] for name in choices if name in aliases)}
         if not keys & set(content):
             raise ModelError(f"{where}: key {choices[0]!r} is missing")
 
 
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:300] or type(error).__name__
+def one_line(error: Exception) -> str:
+    """Return the message of a foreign error on one line, with its type where the message alone says little."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:300]
+    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError | TypeError | AttributeError) else text

@@ -6,6 +6,7 @@ shape of the hidden states and the padding mask; nothing of them travels between
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -105,10 +106,8 @@ class ForwardContext:
         self._recorded = []
         self._embeds = embeds
         inputs = {name: extras[name] for name in ("attention_mask", "position_ids") if extras.get(name) is not None}
-        try:
+        with contextlib.suppress(Reached):
             self._shell(inputs_embeds=embeds, use_cache=False, **inputs)
-        except Reached:
-            pass
         recorded, self._recorded, self._embeds = self._recorded, [], None
         return recorded
 

@@ -196,9 +196,7 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _given_batch(
-    batch: tuple[Any, Any], micro_batch_size: int, sequence_length: int, seed: int
-) -> tuple[Any, Any]:
+def _given_batch(batch: tuple[Any, Any], micro_batch_size: int, sequence_length: int, seed: int) -> tuple[Any, Any]:
     return batch
 
 

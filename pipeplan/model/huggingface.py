@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import ModelError
 from pipeplan.model.anatomy import Anatomy, dissect
-from pipeplan.model.config import config_from_mapping
+from pipeplan.model.config import config_from_mapping, one_line
 from pipeplan.model.context import ForwardContext
 from pipeplan.model.initialise import initialised_part, seed_of
 from pipeplan.model.kinds import identity_of, kind_of
@@ -40,10 +40,10 @@ class _Unit:
 class HuggingFaceModel:
     """A causal language model on the meta device, and how to build any layer of it alone."""
 
-    def __init__(self, config: Any, seed: int) -> None:
+    def __init__(self, config: Any, seed: int, where: str) -> None:
         self.config = config
         self.seed = seed
-        self.anatomy = _dissected(config)
+        self.anatomy = _dissected(config, where)
         self.model: Any = self.anatomy.model
         self.units = self._units()
         self._unit_by_path = {path: unit for unit in self.units for path in unit.paths.values()}
@@ -97,8 +97,11 @@ class HuggingFaceModel:
     def source(self, unit: _Unit) -> LayerSource:
         """Describe one layer."""
         parts = [self.model.get_submodule(path) for path in unit.paths.values()]
-        parameters = {name: value for part, path in zip(parts, unit.paths.values(), strict=True)
-                      for name, value in part.named_parameters(prefix=path)}
+        parameters = {
+            name: value
+            for part, path in zip(parts, unit.paths.values(), strict=True)
+            for name, value in part.named_parameters(prefix=path)
+        }
         names = self.weight_names(unit)
         shared = {local: self.owner_by_name[full] for local, full in names.items() if full in self.owner_by_name}
         return LayerSource(
@@ -169,7 +172,7 @@ def layers_from_config(
         ModelError: The config is faulty, or the model can't be cut into layers.
     """
     config = config_from_mapping(content, where or name)
-    model = HuggingFaceModel(config, seed)
+    model = HuggingFaceModel(config, seed, where or name)
     layers = tuple(model.source(unit) for unit in model.units)
     return ModelLayers(
         name=name,
@@ -190,13 +193,11 @@ def build_reference(content: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
     Args:
         content: The config, as ``model_source`` holds it under ``huggingface``.
     """
-    from transformers import AutoModelForCausalLM
-
     config = config_from_mapping(content, "config")
     has_router_loss = getattr(config, "output_router_logits", False)
-    layers = HuggingFaceModel(config, seed)
+    layers = HuggingFaceModel(config, seed, "config")
     config.output_router_logits = has_router_loss
-    reference: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    reference = _instantiated(config)
     state = reference.state_dict(keep_vars=True)
     with torch.no_grad():
         for unit in layers.units:
@@ -206,16 +207,16 @@ def build_reference(content: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
     return reference
 
 
-def _dissected(config: Any) -> Anatomy:
-    from transformers import AutoModelForCausalLM
-
+def _dissected(config: Any, where: str) -> Anatomy:
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     config.output_router_logits = False  # transformers would record them with hooks on modules that are not there
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = _instantiated(config)
     except Exception as error:  # a config that passes the checks may still not describe a model
-        raise ModelError(f"transformers can't build a {config.model_type} model from this config: {error}") from error
+        raise ModelError(
+            f"{where}: transformers can't build this {config.model_type} model: {one_line(error)}"
+        ) from error
     anatomy = dissect(model, has_router_loss=has_router_loss)
     recorders = getattr(anatomy.base, "_can_record_outputs", None) or {}
     if anatomy.has_router_loss:
@@ -224,9 +225,15 @@ def _dissected(config: Any) -> Anatomy:
     return anatomy
 
 
-def _sample_batch(
-    vocab_size: int, micro_batch_size: int, sequence_length: int, seed: int
-) -> tuple[Tensor, Tensor]:
+def _instantiated(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    create: Any = AutoModelForCausalLM.from_config
+    model: nn.Module = create(config, dtype=torch.float32)
+    return model
+
+
+def _sample_batch(vocab_size: int, micro_batch_size: int, sequence_length: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (micro_batch_size, sequence_length), generator=generator)
     return tokens, tokens.clone()

@@ -25,7 +25,7 @@ def initialised_part(owner: Any, path: str, seed: int) -> nn.Module:
         ModelError: transformers leaves a weight or buffer of the part without a value; names it.
     """
     config = owner.config
-    part = copy.deepcopy(owner.get_submodule(path), {id(config): config}).to_empty(device="cpu")
+    part: nn.Module = copy.deepcopy(owner.get_submodule(path), {id(config): config}).to_empty(device="cpu")
     _erase(part)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

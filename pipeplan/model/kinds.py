@@ -30,9 +30,7 @@ def kind_of(layer: nn.Module, family: str) -> str:
     Args:
         family: What the class names of the model start with, such as ``Jamba``; it may itself sound like a kind.
     """
-    kinds = {
-        kind for name, child in layer.named_children() if (kind := _kind_of_part(name, child, family)) is not None
-    }
+    kinds = {kind for name, child in layer.named_children() if (kind := _kind_of_part(name, child, family)) is not None}
     if not kinds:
         kinds = {_kind_by_class(layer, family) or _kind_by_class(layer, "") or type(layer).__name__.lower()}
     if "moe" in kinds:

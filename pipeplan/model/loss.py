@@ -49,9 +49,7 @@ def loss_of(anatomy: Anatomy, config: Any) -> Callable[[Any, Any], Tensor]:
             raise ModelError(f"{type(model).__name__}: its loss can't be computed from its logits alone")
     if not anatomy.has_router_loss:
         return from_logits
-    coefficient = getattr(model, "router_aux_loss_coef", None)
-    if coefficient is None:
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    coefficient = float(getattr(model, "router_aux_loss_coef", config.router_aux_loss_coef))
 
     def with_router_loss(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
         loss = from_logits(outputs["logits"], labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,9 +25,7 @@ class FrontSegment(nn.Module):
             self.add_module(name, part)
             shell._modules[name] = part
         self._embedding_name = anatomy.embedding_name
-        shell._modules[anatomy.layers_name] = nn.ModuleList(
-            stub_of(layer, self._reach) for layer in anatomy.layers
-        )
+        shell._modules[anatomy.layers_name] = nn.ModuleList(stub_of(layer, self._reach) for layer in anatomy.layers)
         self._shell = (shell,)  # in a tuple, so that its parts are registered once
         self._context = context
         self._reached: Tensor | None = None
@@ -42,10 +41,8 @@ class FrontSegment(nn.Module):
             embeds = self.get_submodule(self._embedding_name)(tokens)
             extras["inputs_embeds"] = embeds
             named = {"inputs_embeds": embeds, **{name: value for name, value in named.items() if name != "input_ids"}}
-        try:
+        with contextlib.suppress(Reached):
             shell(use_cache=False, **named)
-        except Reached:
-            pass
         hidden, self._reached = self._reached, None
         assert hidden is not None
         return pack(hidden, extras)

@@ -114,7 +114,7 @@ class HuggingFaceCheckpoint:
                 own[local].copy_(value)
 
     def tensors(self, index: int, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights of layer ``index`` as the checkpoint stores them; shared ones with the layer that owns them."""
+        """Return the weights of layer ``index`` as a checkpoint stores them; shared ones come with their owner."""
         from transformers.core_model_loading import revert_weight_conversion
 
         own = module.state_dict()
@@ -258,10 +258,11 @@ def _read_tensors(file_by_key: Mapping[str, Path], keys: list[str]) -> Iterable[
         except FileFormatError:
             raise
         except Exception as error:  # safetensors raises its own kinds; a missing shard, a truncated file
-            raise FileFormatError(f"checkpoint file {path} can't be read ({error}); is it missing or truncated?") from None
+            raise FileFormatError(
+                f"checkpoint file {path} can't be read ({error}); is it missing or truncated?"
+            ) from None
 
 
 def _natural_order(key: str) -> list[tuple[int, str]]:
     """Sort numbers inside names by value, so that expert 10 comes after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
-
