@@ -34,13 +34,13 @@ def format_ms(value_ns: int) -> str:
 
 
 def format_gb(value_bytes: int) -> str:
-    """Return gigabytes, or megabytes below a tenth of one."""
+    """Return gigabytes, or megabytes below one."""
     value = gb_from_bytes(value_bytes)
     if value_bytes == 0:
         return "0"
-    if value >= 0.1:
+    if value >= 1:
         return f"{value:,.2f} GB"
-    return f"{value * 1000:.2f} MB"
+    return f"{value * 1000:.1f} MB"
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -19,8 +19,8 @@ def quickstart_table(result: QuickstartResult) -> Table:
         rows=tuple(_row(run, result.one_process) for run in runs),
         highlighted=len(runs) - 1,
         footnote=(
-            "Difference: of a step's loss from one process, relative. Predictions come from the profile alone and leave "
-            "out what the engine costs on the host; two ranks on few cores also disturb each other."
+            "Difference: of a step's loss from one process, relative. Predictions come from the profile alone and "
+            "leave out what the engine costs on the host; two ranks on few cores also disturb each other."
         ),
     )
 
