@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import keyword
 import os
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from pipeplan import __version__
 from pipeplan.cli.console import print_message
+from pipeplan.cli.export import export
+from pipeplan.cli.import_ import import_plan
+from pipeplan.cli.optimize import optimize
+from pipeplan.cli.profile import profile
+from pipeplan.cli.quickstart import quickstart
+from pipeplan.cli.show import show
+from pipeplan.cli.simulate import simulate
+from pipeplan.cli.verify import verify
 from pipeplan.errors import PipeplanError
 
 EXIT_ERROR = 1
@@ -27,21 +32,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# In the order of a user's way through them. Each lives in a module of the same name (keywords get an underscore) that
-# imports nothing heavy, so that --help stays quick.
-_COMMANDS = ("profile", "optimize", "show", "verify", "simulate", "export", "import", "quickstart")
-
-
-def _register_commands() -> None:
-    for name in _COMMANDS:
-        identifier = f"{name}_" if keyword.iskeyword(name) else name
-        if find_spec(f"pipeplan.cli.{identifier}") is None:
-            continue
-        module = import_module(f"pipeplan.cli.{identifier}")
-        app.command(name)(getattr(module, identifier))
-
-
-_register_commands()
+# In the order of a user's way through them. Their modules import nothing heavy, so that --help stays quick.
+app.command()(profile)
+app.command()(optimize)
+app.command()(show)
+app.command()(verify)
+app.command()(simulate)
+app.command()(export)
+app.command("import")(import_plan)
+app.command()(quickstart)
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,6 +34,7 @@ def show(
     from pipeplan.emit.summary import comparison_summary, timeline_summary
     from pipeplan.emit.tables import bubble_table, comparison_table, memory_table
     from pipeplan.files import write_text
+    from pipeplan.formats.trace import write_trace
     from pipeplan.plan.folder import load_plan
     from pipeplan.simulate import simulate
 
@@ -42,6 +43,8 @@ def show(
     comparison = compare_with_baselines(loaded.plan, timeline, loaded.profile, loaded.cluster)
     if svg is not None:
         write_text(svg, timeline_svg(timeline))
+    if trace is not None:
+        write_text(trace, write_trace(timeline))
     if json:
         print_json(timeline_summary(loaded.plan, timeline) | {"comparison": comparison_summary(comparison)})
     else:
