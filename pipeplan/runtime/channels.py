@@ -152,11 +152,9 @@ class Channels:
         """Wait until a message has arrived and return its tensors."""
         arrival = self._arrivals.pop(message)
         source = self._rank_by_stage[message.source_stage]
-        if not arrival.is_posted:
-            unposted = self._unposted_by_rank[source]
-            while not arrival.is_posted:  # what comes ahead of it was sent ahead of it: this waits for nothing new
-                self._post(unposted.popleft(), source, may_block=True)
-            self._post_what_is_known(source)
+        while not arrival.is_posted:  # what comes ahead of it was sent ahead of it: this waits for nothing new
+            self._post(self._unposted_by_rank[source].popleft(), source, may_block=True)
+        self._post_what_is_known(source)
         self._wait(arrival.works, message, "from", source)
         return arrival.tensors
 

@@ -101,7 +101,7 @@ class PlannedPipelineEngine(PipelineEngine):
         num_uses = self.module.hosts_first_stage + self.module.hosts_last_stage
         self._data = MicroBatches(self._next_batch, pipe_schedule.micro_batches, num_uses)
         self._channels.start_batch()
-        handlers: dict[type, Callable[[Any], None]] = {
+        handlers: dict[type, Callable[..., None]] = {
             kind: MethodType(method, self) for kind, method in self._INSTRUCTION_MAP.items()
         }
         for commands in pipe_schedule:

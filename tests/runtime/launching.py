@@ -22,18 +22,16 @@ from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Op, OpKind, Order
 from pipeplan.plan.types import Plan
 from pipeplan.profile.file import profile_digest
-from pipeplan.profile.types import LayerProfile, LayerTimes, Profile
+from pipeplan.profile.types import LayerProfile, LayerTimes, Profile, Recomputation
 from pipeplan.program.file import write_program
 from pipeplan.program.verify import verify_plan
 
 DEVICE = "cpu"
+_FORWARD_NS_BY_KIND = {"embedding": 100_000, "attention": 2_000_000, "experts": 5_000_000, "head": 4_000_000}
 
 
 def profile_of(model: str) -> Profile:
     """Return a made-up profile of a toy model; only its names and its shape matter here."""
-    times = LayerTimes(
-        forward_ns=2_000_000, backward_ns=4_000_000, input_gradient_ns=2_000_000, weight_gradient_ns=2_000_000
-    )
     return Profile(
         model=model,
         source="measured",
@@ -50,10 +48,21 @@ def profile_of(model: str) -> Profile:
                 activation_bytes=1000,
                 held_for_w_bytes=1000,
                 tied=layer.tied,
-                times_by_device={DEVICE: times},
+                times_by_device={DEVICE: _times(layer.kind)},
+                recomputation=Recomputation({DEVICE: _times(layer.kind)}, 500),
             )
             for layer in toy.layers_of(model)
         ),
+    )
+
+
+def _times(kind: str) -> LayerTimes:
+    forward_ns = _FORWARD_NS_BY_KIND.get(kind, 1_000_000)
+    return LayerTimes(
+        forward_ns=forward_ns,
+        backward_ns=2 * forward_ns,
+        input_gradient_ns=forward_ns,
+        weight_gradient_ns=forward_ns,
     )
 
 
@@ -83,6 +92,11 @@ def random_order(placement: Placement, num_micro_batches: int, seed: int) -> Ord
     return Order.of(lines)
 
 
+def num_micro_batches_of(order: Order) -> int:
+    """Return how many micro-batches an order runs."""
+    return 1 + max(op.micro_batch for line in order for op in line)
+
+
 def write_folder(
     folder: Path,
     model: str,
@@ -95,17 +109,22 @@ def write_folder(
 ) -> Path:
     """Write the plan folder of a toy model; returns it."""
     profile = profile_of(model)
-    num_micro_batches = 1 + max(op.micro_batch for line in order for op in line)
     plan = Plan(
         model=model,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=num_micro_batches_of(order),
         partition=partition or split_evenly(profile.num_layers, placement.num_stages),
         placement=placement,
         order=order,
         recomputed_stages=recomputed_stages,
         profile_digest=profile_digest(profile),
     )
-    cluster = equal_ranks(order.num_ranks, DEVICE, num_replicas=num_replicas)
+    return write_plan(folder, plan, num_replicas)
+
+
+def write_plan(folder: Path, plan: Plan, num_replicas: int = 1) -> Path:
+    """Write a plan of a toy model with everything that a launch needs; returns the folder."""
+    profile = profile_of(plan.model)
+    cluster = equal_ranks(plan.num_ranks, DEVICE, num_replicas=num_replicas)
     write_plan_folder(plan, profile, cluster, folder)
     write_program(verify_plan(plan, profile, cluster), folder / "program.yaml")
     return folder

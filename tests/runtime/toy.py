@@ -119,12 +119,26 @@ class Head(nn.Module):
         return functional.linear(hidden, self.weight), auxiliary
 
 
+def head_from_embedding(embedding: Embedding, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what ``Head`` does, with the weight of an embedding, as a ``TiedLayerSpec`` wants it."""
+    hidden, auxiliary = boundary
+    return functional.linear(hidden, embedding.weight), auxiliary
+
+
 class Scale(nn.Module):
     """A layer without parameters."""
 
     def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, auxiliary = boundary
         return hidden * 1.1, auxiliary
+
+
+class Echo(Head):
+    """A third user of the vocabulary: adds a projection through it to the hidden states."""
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = boundary
+        return hidden + 0.1 * functional.linear(hidden, self.weight) @ self.weight, auxiliary
 
 
 class Packing(nn.Module):
@@ -180,7 +194,7 @@ _BODY = (Attention, Convolution, Experts, Perceptron, Attention, Convolution, Pe
 CLASSES_BY_MODEL: dict[str, tuple[type[nn.Module], ...]] = {
     "hybrid": (Embedding, *_BODY, Head),
     "tied": (Embedding, *_BODY, Head),
-    "tied-thrice": (Embedding, *_BODY[:3], Head, Embedding, *_BODY[3:], Head),
+    "tied-thrice": (Embedding, *_BODY[:3], Echo, *_BODY[3:], Head),
     "scaled": (Embedding, Attention, Scale, Scale, Perceptron, Head),
     "mixed": (Packing, Mixing, Mixing, Mixing, Mixing, Unpacking),
 }
@@ -209,7 +223,7 @@ def layers_of(model: str) -> list[LayerSource]:
     """Return the layers of a model, each with weights of its own seed."""
     sources = []
     for index, kind in enumerate(CLASSES_BY_MODEL[model]):
-        is_tied = model.startswith("tied") and kind in (Embedding, Head)
+        is_tied = model.startswith("tied") and kind in (Embedding, Echo, Head)
         sources.append(
             LayerSource(
                 name=f"{index}.{kind.__name__.lower()}",

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import toy
 from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 import pipeplan.runtime
 from pipeplan.errors import PipeplanError
@@ -41,13 +42,34 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def layers(case: dict[str, Any]) -> list[Any]:
+    """Return the layers of a case, in the form that it asks for."""
+    sources = toy.layers_of(case["model"])
+    if case.get("layers") != "deepspeed":
+        return sources
+    specs: list[Any] = []
+    for index, (kind, source) in enumerate(zip(toy.CLASSES_BY_MODEL[case["model"]], sources, strict=True)):
+        if source.tied is not None:
+            forward = None if kind is toy.Embedding else toy.head_from_embedding
+            specs.append(TiedLayerSpec(source.tied, toy.Embedding, forward_fn=forward))
+        elif index % 3 == 0:
+            specs.append(source.build())
+        else:
+            specs.append(LayerSpec(kind))
+    return specs
+
+
 def planned_engine(case: dict[str, Any]) -> Any:
-    """Build the engine of a case with plain SGD."""
-    module = pipeplan.runtime.PlannedPipelineModule(
-        toy.layers_of(case["model"]), loss_fn=toy.loss_function, plan=Path(case["folder"])
-    )
+    """Build the engine of a case; plain SGD unless its config names an optimizer."""
+    module = pipeplan.runtime.PlannedPipelineModule(layers(case), loss_fn=toy.loss_function, plan=Path(case["folder"]))
+    if case.get("layers") == "deepspeed":  # specs build with weights of their own
+        reference = toy.build_all(case["model"])
+        for index, built in module.module_by_layer.items():
+            built.load_state_dict(reference[index].state_dict())
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=toy.LEARNING_RATE, momentum=toy.MOMENTUM)
+    optimizer = None
+    if "optimizer" not in case.get("config", {}):
+        optimizer = torch.optim.SGD(parameters, lr=toy.LEARNING_RATE, momentum=toy.MOMENTUM)
     engine, *_ = pipeplan.runtime.initialize(
         model=module, optimizer=optimizer, model_parameters=parameters, config=config(case)
     )
@@ -56,9 +78,11 @@ def planned_engine(case: dict[str, Any]) -> Any:
 
 def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
     """Return this rank's parameters by "LAYER.NAME", tied ones under each of their names."""
-    named = dict(engine.module.named_parameters(remove_duplicate=False))
-    named.pop("placeholder", None)
-    return named
+    return {
+        f"{index}.{name}": parameter
+        for index, layer in engine.module.module_by_layer.items()
+        for name, parameter in layer.named_parameters()
+    }
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +95,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         if not result["gradients"]:
             result["gradients"] = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
 
-    if not case.get("zero"):
+    if not engine.zero_optimization():  # ZeRO's gradients are elsewhere; its norms and weights are compared
         engine.optimizer.register_step_pre_hook(keep_gradients)
     data = batches(0, engine.grid.data_parallel_id)
     for step in range(case["num_steps"]):
