@@ -42,7 +42,9 @@ def baselines(problem: Problem) -> list[Baseline]:
         if placement.num_stages not in splits:
             splits[placement.num_stages] = named_splits(problem, placement.num_stages)
         found.extend(_evaluate(problem, named, placement, splits[placement.num_stages]))
-    return sorted(found, key=lambda each: (not each.evaluation.fits, each.evaluation.makespan_ns, each.name, each.split))
+    return sorted(
+        found, key=lambda each: (not each.evaluation.fits, each.evaluation.makespan_ns, each.name, each.split)
+    )
 
 
 def named_splits(problem: Problem, num_stages: int) -> dict[str, Partition]:
@@ -59,15 +61,14 @@ def named_splits(problem: Problem, num_stages: int) -> dict[str, Partition]:
 
 def baseline_result(problem: Problem, baseline: Baseline) -> BaselineResult:
     """Return what the user sees of a baseline."""
-    plan = problem.plan(baseline.candidate, baseline.evaluation)
     return BaselineResult(
         name=baseline.name,
         split=baseline.split,
-        plan=plan,
         makespan_ns=baseline.evaluation.makespan_ns,
         peak_memory_bytes_by_rank=tuple(int(peak) for peak in baseline.evaluation.peak_bytes_by_rank),
         bubble_fraction=baseline.evaluation.bubble_fraction,
         fits=baseline.evaluation.fits,
+        make_plan=lambda: problem.plan(baseline.candidate, baseline.evaluation),
     )
 
 
@@ -94,7 +95,5 @@ def _evaluate(
         evaluation = problem.evaluate(candidate)
         if evaluation is None:
             raise PlanError(f"{named.name} deadlocks for {problem.num_ranks} ranks; this is a bug in pipeplan")
-        found.append(
-            Baseline(name=named.name, split=split, candidate=candidate, evaluation=evaluation, unfused=order)
-        )
+        found.append(Baseline(name=named.name, split=split, candidate=candidate, evaluation=evaluation, unfused=order))
     return found

@@ -72,10 +72,9 @@ class Workshop(NamedTuple):
     limit: IntArray
     is_fused: NDArray[np.bool_]
     margin_bytes: IntArray
-    tail_ns: IntArray
 
 
-def build_workshop(instance: Instance, num_stages: int, margin_bytes: IntArray, tail_ns: IntArray) -> Workshop:
+def build_workshop(instance: Instance, num_stages: int, margin_bytes: IntArray) -> Workshop:
     """Return the arrays for genomes with ``num_stages`` stages."""
     num_ranks = len(instance.usable_bytes)
     most_ops = 3 * instance.num_micro_batches * num_stages  # a rank may come to hold all but the others' one stage
@@ -95,7 +94,6 @@ def build_workshop(instance: Instance, num_stages: int, margin_bytes: IntArray, 
         limit=zeros(num_stages),
         is_fused=np.zeros(num_stages, dtype=np.bool_),
         margin_bytes=margin_bytes,
-        tail_ns=tail_ns,
     )
 
 
@@ -119,9 +117,7 @@ def schedule_genome(instance, genome, workshop):  # type: ignore[no-untyped-def]
     costs = workshop.costs
     num_stages = genome.atoms.shape[0]
     num_ranks = workshop.stage_offsets.shape[0] - 1
-    if not fill_costs(
-        instance, genome.atoms, genome.ranks, genome.is_recomputed, workshop.margin_bytes, costs
-    ):
+    if not fill_costs(instance, genome.atoms, genome.ranks, genome.is_recomputed, workshop.margin_bytes, costs):
         return TIES_APART_SCORE
     group_stages(genome.ranks, workshop.stages_of_rank, workshop.stage_offsets)
     duration = costs.duration_ns
@@ -173,7 +169,7 @@ def schedule_genome(instance, genome, workshop):  # type: ignore[no-untyped-def]
         np.int64(knobs[W_BACKLOG] * unit),
     )
     makespan = list_schedule(
-        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets, workshop.tail_ns,
+        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets,
         workshop.listing,
     )  # fmt: skip
     return np.float64(makespan) if makespan >= 0 else NO_MEMORY_SCORE

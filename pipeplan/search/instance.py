@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipeplan.search.partition import atom_bounds
 from pipeplan.search.problem import Problem
 from pipeplan.simulate import StageCosts
+from pipeplan.simulate.costs import GRADIENT_BYTES
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -42,6 +43,7 @@ class Instance(NamedTuple):
         usable_bytes: [num_ranks], the cap less the reserve, or ``NO_CAP``.
         tied_atoms, tied_offsets, tied_parameters: For each shared weight, the atoms that use it and its size.
         must_colocate: Whether atoms of a shared weight must sit on one rank.
+        num_replicas, replica_latency_ns, replica_gb_per_s: Data parallelism and its link; 1 replica where it is free.
     """
 
     num_micro_batches: int
@@ -64,6 +66,9 @@ class Instance(NamedTuple):
     tied_offsets: IntArray
     tied_parameters: IntArray
     must_colocate: bool
+    num_replicas: int
+    replica_latency_ns: int
+    replica_gb_per_s: float
     send_ns: int
     wait_ns: int
 
@@ -73,6 +78,7 @@ class Costs(NamedTuple):
 
     Attributes:
         capacity_bytes: [num_ranks], what activations may take: the cap less states and the largest workspace.
+        tail_ns: [num_ranks], reductions after a rank's last op; the latest end plus tail is the makespan less the step.
     """
 
     duration_ns: IntArray
@@ -85,6 +91,7 @@ class Costs(NamedTuple):
     backward_transfer_ns: IntArray
     state_bytes: IntArray
     capacity_bytes: IntArray
+    tail_ns: IntArray
     send_ns: int
     wait_ns: int
 
@@ -129,6 +136,9 @@ def build_instance(problem: Problem) -> Instance:
         tied_offsets=np.cumsum([0, *(len(members) for members in atoms)]).astype(np.int64),
         tied_parameters=np.array([shared for shared, _ in tied], dtype=np.int64),
         must_colocate=problem.constraints.colocate_tied,
+        num_replicas=1 if cluster.within_node is None else cluster.num_replicas,
+        replica_latency_ns=0 if cluster.within_node is None else cluster.within_node.latency_ns,
+        replica_gb_per_s=np.inf if cluster.within_node is None else cluster.within_node.gb_per_s,
         send_ns=cluster.host_overhead_ns.get("send", 0),
         wait_ns=cluster.host_overhead_ns.get("wait", 0),
     )
@@ -155,6 +165,7 @@ def allocate_costs(num_stages: int, num_ranks: int, instance: Instance) -> Costs
         backward_transfer_ns=zeros(num_stages),
         state_bytes=zeros(num_ranks),
         capacity_bytes=zeros(num_ranks),
+        tail_ns=zeros(num_ranks),
         send_ns=instance.send_ns,
         wait_ns=instance.wait_ns,
     )
@@ -162,7 +173,9 @@ def allocate_costs(num_stages: int, num_ranks: int, instance: Instance) -> Costs
 
 def as_stage_costs(costs: Costs) -> StageCosts:
     """Return the costs in the form that the simulator takes."""
-    fields: dict[str, Any] = {name: value for name, value in costs._asdict().items() if name != "capacity_bytes"}
+    fields: dict[str, Any] = {
+        name: value for name, value in costs._asdict().items() if name not in ("capacity_bytes", "tail_ns")
+    }
     return StageCosts(**fields)
 
 
@@ -211,7 +224,7 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
             costs.backward_transfer_ns[stage + 1] = instance.latency_ns[there, here] + np.int64(
                 np.rint(size / instance.gb_per_s[there, here])
             )
-    sits_right = _subtract_shared(instance, num_atoms_by_stage, rank_by_stage, parameters)
+    sits_right = _share_weights(instance, num_atoms_by_stage, rank_by_stage, parameters, costs.tail_ns)
     for rank in range(num_ranks):
         costs.state_bytes[rank] = np.int64(np.rint(parameters[rank] * instance.state_bytes_per_parameter))
         costs.capacity_bytes[rank] = (
@@ -221,11 +234,21 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _subtract_shared(instance, num_atoms_by_stage, rank_by_stage, parameters):  # type: ignore[no-untyped-def]
-    """Count a weight that several atoms of a rank share once; return whether atoms that must sit together do."""
+def _all_reduce_ns(count, num_bytes, latency_ns, gb_per_s):  # type: ignore[no-untyped-def]
+    return 2 * (count - 1) * latency_ns + np.int64(np.rint(2 * (count - 1) / count * num_bytes / gb_per_s))
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _share_weights(instance, num_atoms_by_stage, rank_by_stage, parameters, tail_ns):  # type: ignore[no-untyped-def]
+    """Count a weight that several atoms of a rank share once, and what reductions take after the last op.
+
+    Returns whether atoms that must sit together do.
+    """
+    num_ranks = parameters.shape[0]
     sits_right = True
+    tied_ns = np.zeros(num_ranks, dtype=np.int64)
     for group in range(instance.tied_parameters.shape[0]):
-        seen = np.zeros(parameters.shape[0], dtype=np.bool_)
+        seen = np.zeros(num_ranks, dtype=np.bool_)
         num_holders = 0
         for index in range(instance.tied_offsets[group], instance.tied_offsets[group + 1]):
             stage, last = 0, num_atoms_by_stage[0]
@@ -238,6 +261,26 @@ def _subtract_shared(instance, num_atoms_by_stage, rank_by_stage, parameters):  
             else:
                 seen[rank] = True
                 num_holders += 1
-        if num_holders > 1 and instance.must_colocate:
-            sits_right = False
+        if num_holders > 1:
+            if instance.must_colocate:
+                sits_right = False
+            longest = np.int64(0)
+            size = instance.tied_parameters[group] * GRADIENT_BYTES
+            for one in range(num_ranks):
+                for other in range(one + 1, num_ranks):
+                    if seen[one] and seen[other]:
+                        link_ns, rate = instance.latency_ns[one, other], instance.gb_per_s[one, other]
+                        longest = max(longest, _all_reduce_ns(num_holders, size, link_ns, rate))
+            for rank in range(num_ranks):
+                if seen[rank]:
+                    tied_ns[rank] += longest
+    for rank in range(num_ranks):
+        tail_ns[rank] = tied_ns[rank]
+        if instance.num_replicas > 1:
+            tail_ns[rank] += _all_reduce_ns(
+                instance.num_replicas,
+                parameters[rank] * GRADIENT_BYTES,
+                instance.replica_latency_ns,
+                instance.replica_gb_per_s,
+            )
     return sits_right

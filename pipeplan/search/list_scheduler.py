@@ -62,11 +62,10 @@ def pack(stage, kind, micro_batch):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets, tail_ns, listing):  # type: ignore[no-untyped-def]
+def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets, listing):  # type: ignore[no-untyped-def]
     """Return the makespan of the order written to ``listing``; ``STALLED`` or ``TOO_LITTLE_MEMORY`` if there is none.
 
-    ``stages_of_rank`` holds the stages of rank r at [stage_offsets[r], stage_offsets[r + 1]), ascending; ``tail_ns`` is
-    what each rank still does after its last op.
+    ``stages_of_rank`` holds the stages of rank r at [stage_offsets[r], stage_offsets[r + 1]), ascending.
     """
     num_stages = costs.rank_by_stage.shape[0]
     num_ranks = stage_offsets.shape[0] - 1
@@ -184,7 +183,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                 listing.ops[rank, listing.counts[rank]] = pack(stage, 3, micro_batch)
                 listing.counts[rank] += 1
                 free[rank] = now + duration[stage, 3]
-                makespan = max(makespan, free[rank] + tail_ns[rank])
+                makespan = max(makespan, free[rank] + costs.tail_ns[rank])
                 room[rank] += held[stage]
                 pending_bytes[rank] -= held[stage]
                 pending_ns[rank] -= duration[stage, 3]
@@ -223,7 +222,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
         listing.ops[rank, listing.counts[rank]] = pack(stage, kind, micro_batch)
         listing.counts[rank] += 1
         end = start + duration[stage, kind]
-        makespan = max(makespan, end + tail_ns[rank])
+        makespan = max(makespan, end + costs.tail_ns[rank])
         num_left -= 1
         after = end
         if kind == 0 and stage == last_stage:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from pipeplan.cluster import Cluster
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, PlanError, nearest
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.profile.types import Profile
 from pipeplan.search.baselines import baseline_result, baselines
 from pipeplan.search.bounds import lower_bound_ns
+from pipeplan.search.budget import Budget
+from pipeplan.search.infeasible import explain_infeasible
 from pipeplan.search.partition import check_enough_layers
 from pipeplan.search.problem import Constraints, Problem
 from pipeplan.search.result import SMALL_GAIN, Progress, SearchResult
+from pipeplan.search.tuner import Tuner
 
 STRATEGIES = ("default", "baselines", "octopipe")
 
@@ -41,33 +45,74 @@ def optimize(
         work_limit: Ops to simulate and schedule, which does not depend on the machine; without any limit, a default.
         partition, placement: Fix either; ``placement`` names a rank for each stage.
         colocate_tied: Keep layers that share a weight on one rank.
-        strategy: One of ``STRATEGIES``.
+        strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, or the published three-phase tuner.
 
     Raises:
         InfeasibleError: No plan within the memory caps was found; the message says what would help.
         PlanError: Something fixed contradicts the profile or the cluster, or there are fewer layers than ranks.
         ProfileError: The cluster has a device type that a layer has no times for.
     """
+    if strategy not in STRATEGIES:
+        raise PlanError(f"unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}; known: {', '.join(STRATEGIES)}")
     check_enough_layers(profile.layers, cluster.num_ranks)
+    budget = Budget(time_limit_s, work_limit)
     problem = Problem(
         profile,
         cluster,
         num_micro_batches,
         Constraints(partition=partition, placement=placement, colocate_tied=colocate_tied),
     )
-    known = baselines(problem)
-    if not known or not known[0].evaluation.fits:
-        raise InfeasibleError("no plan fits the memory of every rank")
     bound = lower_bound_ns(problem)
+    known = baselines(problem)
+
+    def report(phase: str, best_makespan_ns: int | None) -> None:
+        if on_progress is not None:
+            fraction = min(1.0, budget.fraction)
+            on_progress(
+                Progress(fraction=fraction, phase=phase, best_makespan_ns=best_makespan_ns, lower_bound_ns=bound)
+            )
+
+    tuner = Tuner(problem, known, budget, seed, report)
+    was_interrupted = False
+    if strategy == "default":
+        try:
+            tuner.run()
+        except KeyboardInterrupt:
+            was_interrupted = True
+    if tuner.incumbent is None:
+        if was_interrupted:
+            raise KeyboardInterrupt
+        raise InfeasibleError(explain_infeasible(problem, *tuner.closest_layout()))
+    plan = problem.plan(*tuner.incumbent)
     result = SearchResult(
-        plan=problem.plan(known[0].candidate, known[0].evaluation),
+        plan=plan,
         baselines=tuple(baseline_result(problem, baseline) for baseline in known),
         lower_bound_ns=bound,
         notes=(),
         strategy=strategy,
-        is_deterministic=True,
+        is_deterministic=not (budget.ended_by_clock or was_interrupted),
+        was_interrupted=was_interrupted,
+        num_ops_tried=int(budget.work),
     )
-    gain = result.gain
-    if gain is not None and gain < SMALL_GAIN:
-        pass
-    return result
+    return _with_notes(result)
+
+
+def _with_notes(result: SearchResult) -> SearchResult:
+    """Return the result with sentences on what a user should know."""
+    notes: list[str] = []
+    gain, best = result.gain, result.best_baseline
+    if best is None:
+        notes.append("no named schedule fits the memory; this plan does")
+    elif gain is not None and gain < SMALL_GAIN:
+        notes.append(
+            f"the gain over {best.name} with the {best.split} split is under {SMALL_GAIN:.0%}: the simpler schedule may "
+            "serve as well"
+        )
+    if result.was_interrupted:
+        notes.append("the search was interrupted; this is the best plan found until then")
+    elif not result.is_deterministic:
+        notes.append(
+            "the time limit ended the search: a slower machine may stop at another plan; a work limit "
+            f"(this search: {result.num_ops_tried:,}) does not depend on the clock"
+        )
+    return dataclasses.replace(result, notes=tuple(notes))

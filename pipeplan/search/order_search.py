@@ -56,7 +56,6 @@ class Bench(NamedTuple):
     is_recomputed: NDArray[np.bool_]
     offsets: IntArray
     margin_bytes: IntArray
-    tail_ns: IntArray
     local_ns: IntArray
     message_start_ns: IntArray
     message_end_ns: IntArray
@@ -73,7 +72,6 @@ def build_bench(
     is_recomputed: NDArray[np.bool_],
     offsets: IntArray,
     margin_bytes: IntArray,
-    tail_ns: IntArray,
 ) -> Bench:
     """Return the arrays for a search from ``ordering``."""
     num_stages, num_ops = len(ordering.atoms), len(ordering.stage)
@@ -86,7 +84,6 @@ def build_bench(
         is_recomputed=is_recomputed,
         offsets=offsets,
         margin_bytes=margin_bytes,
-        tail_ns=tail_ns,
         local_ns=np.zeros(shape, dtype=np.int64),
         message_start_ns=np.zeros(shape, dtype=np.int64),
         message_end_ns=np.zeros(shape, dtype=np.int64),
@@ -134,19 +131,19 @@ def clock_order(costs, ordering, bench):  # type: ignore[no-untyped-def]
         return INVALID
     makespan = np.int64(0)
     for rank in range(bench.offsets.shape[0] - 1):
-        makespan = max(makespan, bench.end_ns[bench.offsets[rank + 1] - 1] + bench.tail_ns[rank])
+        makespan = max(makespan, bench.end_ns[bench.offsets[rank + 1] - 1] + costs.tail_ns[rank])
     return np.float64(makespan)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def trace_critical(ordering, bench):  # type: ignore[no-untyped-def]
+def trace_critical(costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Fill ``bench.critical`` from the times of the last run; return how many ops the critical path has."""
     offsets = bench.offsets
     num_ranks = offsets.shape[0] - 1
     num_stages = ordering.atoms.shape[0]
     index, rank, latest = -1, -1, -1
     for each in range(num_ranks):
-        end = bench.end_ns[offsets[each + 1] - 1] + bench.tail_ns[each]
+        end = bench.end_ns[offsets[each + 1] - 1] + costs.tail_ns[each]
         if end > latest:
             latest, rank, index = end, each, offsets[each + 1] - 1
     for position in range(ordering.stage.shape[0]):
@@ -220,6 +217,7 @@ def _copy_costs(target, source):  # type: ignore[no-untyped-def]
     target.backward_transfer_ns[:] = source.backward_transfer_ns
     target.state_bytes[:] = source.state_bytes
     target.capacity_bytes[:] = source.capacity_bytes
+    target.tail_ns[:] = source.tail_ns
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -243,7 +241,7 @@ def search_order(  # type: ignore[no-untyped-def]
     atoms = current.atoms.copy()
     fill_costs(instance, current.atoms, bench.ranks, bench.is_recomputed, bench.margin_bytes, bench.costs)
     clock_order(bench.costs, current, bench)
-    num_critical = trace_critical(current, bench)
+    num_critical = trace_critical(bench.costs, current, bench)
     for step in range(num_steps):
         temperature = hot * (cold / hot) ** (step / num_steps) * scores[1]
         threshold = scores[0] - temperature * np.log(max(uniform(state), 1e-300))
@@ -261,7 +259,7 @@ def search_order(  # type: ignore[no-untyped-def]
             if score <= threshold:
                 scores[0] = score
                 _copy_costs(bench.costs, bench.trial_costs)
-                num_critical = trace_critical(current, bench)
+                num_critical = trace_critical(bench.costs, current, bench)
                 if score < scores[1]:
                     scores[1] = score
                     _save(best, current)
@@ -292,7 +290,7 @@ def search_order(  # type: ignore[no-untyped-def]
             score = clock_order(bench.costs, current, bench)
         if score <= threshold:
             scores[0] = score
-            num_critical = trace_critical(current, bench)
+            num_critical = trace_critical(bench.costs, current, bench)
             if score < scores[1]:
                 scores[1] = score
                 _save(best, current)
@@ -302,9 +300,7 @@ def search_order(  # type: ignore[no-untyped-def]
 
 def makespan_of(instance: Instance, ordering: Ordering, bench: Bench) -> float:
     """Return the makespan of an ordering, ``INVALID`` if it doesn't fit or deadlocks."""
-    sits_right = fill_costs(
-        instance, ordering.atoms, bench.ranks, bench.is_recomputed, bench.margin_bytes, bench.costs
-    )
+    sits_right = fill_costs(instance, ordering.atoms, bench.ranks, bench.is_recomputed, bench.margin_bytes, bench.costs)
     if not sits_right:
         return TIES_APART_SCORE
     if not fits(instance, bench.costs, ordering, bench):

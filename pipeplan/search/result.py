@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pipeplan.plan.types import Plan
 
@@ -17,15 +18,21 @@ class BaselineResult:
         name: Of the order, such as "1F1B" or "interleaved zero-bubble v2".
         split: Of the partition: "uniform", "parameters", "time-balanced", or "given".
         fits: Whether every rank stays within its cap.
+        make_plan: Makes the plan; on large problems that takes a while and much memory, so not before it is asked for.
     """
 
     name: str
     split: str
-    plan: Plan
     makespan_ns: int
     peak_memory_bytes_by_rank: tuple[int, ...]
     bubble_fraction: float
     fits: bool
+    make_plan: Callable[[], Plan] = field(repr=False, compare=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, made anew."""
+        return self.make_plan()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,14 +95,16 @@ class Tuner:
         self._num_atoms = len(self._instance.num_layers) - 1
         self._seeds = np.random.SeedSequence(seed)
         self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
-        self._tail = np.zeros(problem.num_ranks, dtype=np.int64)
+        self._tracks: list[Track] = []
         self.incumbent: tuple[Candidate, Evaluation] | None = None
         for baseline in known:
             self._offer(baseline.candidate, baseline.evaluation)
 
     def run(self) -> None:
         """Search until the budget is used."""
-        tracks = [self._track(ranks) for ranks in placements(self._problem, self._num_atoms)]
+        tracks = self._tracks
+        for ranks in placements(self._problem, self._num_atoms):
+            tracks.append(self._track(ranks))
         temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
         for number, share in enumerate(ROUND_SHARES):
             until = self._budget.fraction + share
@@ -111,7 +113,7 @@ class Tuner:
                 self._evolve(track, goal, temperatures[number], temperatures[number + 1])
                 self._offer_track(track)
             tracks.sort(key=lambda track: track.scores[1])
-            tracks = tracks[: max(3, len(tracks) // 2)]
+            del tracks[max(3, len(tracks) // 2) :]
         self._search_orders(tracks)
         self._fuse()
 
@@ -128,7 +130,7 @@ class Tuner:
             is_fused=np.zeros(num_stages, dtype=np.bool_),
             is_recomputed=np.zeros(num_stages, dtype=np.bool_),
         )
-        workshop = build_workshop(instance, num_stages, self._margin, self._tail)
+        workshop = build_workshop(instance, num_stages, self._margin)
         score = schedule_genome(instance, genome, workshop)
         sums = instance.time_sums[0]
         freedom = Freedom(
@@ -199,8 +201,25 @@ class Tuner:
             return
         candidate = self._candidate_of(track)
         evaluation = self._problem.evaluate(candidate)
-        if evaluation is not None:
-            self._offer(candidate, evaluation)
+        assert evaluation is not None, "a list schedule never deadlocks"
+        self._offer(candidate, evaluation)
+        if not evaluation.fits:
+            self._widen_margins(evaluation)
+
+    def _widen_margins(self, evaluation: Evaluation) -> None:
+        """Keep free what boundaries in flight took beyond the cap, and judge every track again."""
+        for rank, usable in enumerate(self._problem.usable_bytes):
+            if usable is not None:
+                self._margin[rank] += max(0, int(evaluation.peak_bytes_by_rank[rank]) - usable)
+        for track in self._tracks:
+            track.scores[0] = schedule_genome(self._instance, track.current, track.workshop)
+            track.scores[1] = schedule_genome(self._instance, track.best, track.workshop)
+
+    def closest_layout(self) -> tuple[Partition, Placement]:
+        """Return the layout that needs least beyond the caps, for when nothing fits."""
+        starts = self._tracks or [self._track(ranks) for ranks in placements(self._problem, self._num_atoms)]
+        closest = min(starts, key=lambda track: track.scores[1])
+        return self._partition(closest.best.atoms), Placement(tuple(closest.best.ranks.tolist()))
 
     def _candidate_of(self, track: Track) -> Candidate:
         schedule_genome(self._instance, track.best, track.workshop)
@@ -251,9 +270,7 @@ class Tuner:
         order = candidate.order
         ordering = Ordering(atoms, order.stage.copy(), order.kind.copy(), order.micro_batch.copy())
         ranks = np.array(candidate.placement.rank_by_stage, dtype=np.int64)
-        bench = build_bench(
-            self._instance, ordering, ranks, recomputed, order.offsets.copy(), self._margin, self._tail
-        )
+        bench = build_bench(self._instance, ordering, ranks, recomputed, order.offsets.copy(), self._margin)
         score = makespan_of(self._instance, ordering, bench)
         if score >= INVALID:
             return None
@@ -293,6 +310,8 @@ class Tuner:
         evaluation = self._problem.evaluate(candidate)
         if evaluation is not None:
             self._offer(candidate, evaluation)
+            if not evaluation.fits:
+                self._widen_margins(evaluation)
 
     def _fuse(self) -> None:
         """Replace I directly followed by its W with B where that does not make the batch longer."""
