@@ -124,7 +124,7 @@ def test_a_looser_lowering_is_caught_under_a_stricter_queue_model() -> None:
 
 
 @pytest.mark.parametrize("named", NAMED_ORDERS, ids=lambda named: named.name)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_named_orders_finish_for_any_number_of_micro_batches(named: NamedOrder, num_ranks: int) -> None:
     """Fewer micro-batches than stages, as many, one more, and odd ones: every named order lowers and verifies."""
     for num_micro_batches in sorted({1, 2, num_ranks - 1, num_ranks, num_ranks + 1, 2 * num_ranks - 1}):
