@@ -211,15 +211,16 @@ def test_hooks_fire_once_in_w(case: Case) -> None:
     assert sorted(fired) == sorted(f"{name} {what}" for name in case.deferred for what in ("accumulated", "node"))
 
 
-def test_the_new_gradient_becomes_the_parameters_own() -> None:
+@pytest.mark.parametrize("name", ["linear", "transposed parameter", "@", "@ transposed", "grouped experts"])
+def test_the_new_gradient_becomes_the_parameters_own(name: str) -> None:
     """The engine keeps the computed tensor as .grad; a copy of every gradient once made W a quarter slower."""
-    module = nn.Linear(8, 5)
+    module, value = _build(CASES[name], torch.float32)
     seen: list[int] = []
     for parameter in module.parameters():
         parameter.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     store = WeightGradientStore()
     with defer_weight_gradients(store, 0):
-        module(torch.randn(3, 8)).sum().backward()
+        module(value).sum().backward()
     store.run(0)
     assert sorted(seen) == sorted(parameter.grad.data_ptr() for parameter in module.parameters())
 

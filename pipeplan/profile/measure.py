@@ -19,7 +19,7 @@ from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
 from pipeplan.errors import PipeplanError, ProfileError, nearest
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.held import PeakMeter, activation_bytes, tensors_in
-from pipeplan.profile.sampling import Clock, Samples, SamplingBudget, clock_for, sample
+from pipeplan.profile.sampling import DEFAULT_BUDGET, Clock, Samples, SamplingBudget, clock_for, sample
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile, Recomputation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +28,8 @@ STATE_BYTES_PER_PARAMETER = {
     "bf16": 18.0,  # weights 2, gradients in fp32 4, master weights 4, Adam's moments 8
     "fp16": 18.0,
 }
+
+_RECOMPUTE = "recompute "  # prefix of an op's name while both ways are sampled together
 
 Callback = Callable[[int, str], None]
 """``callback(index, name)``: called before each layer."""
@@ -69,7 +71,7 @@ def measure_profile(
     seed: int = 0,
     device_name: str | None = None,
     state_bytes_per_parameter: float | None = None,
-    budget: SamplingBudget | None = None,
+    budget: SamplingBudget = DEFAULT_BUDGET,
     measured: MutableMapping[str, MeasuredLayer] | None = None,
     on_layer: Callback | None = None,
 ) -> Profile:
@@ -93,7 +95,7 @@ def measure_profile(
     target = _usable_device(device)
     name = device_name or _device_name(target)
     measured = {} if measured is None else measured
-    setting = _Setting(target, DTYPES[dtype], clock_for(target), budget or SamplingBudget())
+    setting = _Setting(target, DTYPES[dtype], clock_for(target), budget)
     inputs, labels = model.sample_batch(micro_batch_size, sequence_length, seed)
     value = _cast(inputs, target, setting.dtype)
     labels = _cast(labels, target, None)
@@ -135,8 +137,8 @@ def software_versions() -> dict[str, str]:
 
 
 def signature(value: Any) -> str:
-    """Return dtypes and shapes of a boundary, with which layers of equal identity cost the same."""
-    return ", ".join(describe(tensor) for tensor in tensors_in(value))
+    """Return what of a layer's inputs decides its cost: dtypes, shapes, and which of them take a gradient."""
+    return ", ".join(describe(tensor) + ("'" if tensor.requires_grad else "") for tensor in tensors_in(value))
 
 
 def describe(tensor: Tensor) -> str:
@@ -208,9 +210,12 @@ def _measure_layer(
 
     store = WeightGradientStore()
     held_bytes, workspace_bytes = _measure_bytes(start(run), store, setting.device)
+    time_plain = _round(lambda: start(run), store, setting.clock)
+    time_recomputing = _round(lambda: start(run_recomputing), store, setting.clock)
     with _without_collection():
-        samples = sample(_round(lambda: start(run), store, setting.clock), setting.budget)
-        recompute_samples = sample(_round(lambda: start(run_recomputing), store, setting.clock), setting.budget)
+        samples_by_op = sample(
+            lambda: time_plain() | {_RECOMPUTE + op: ns for op, ns in time_recomputing().items()}, setting.budget
+        )
     module_parameters = list(built.parameters()) if isinstance(built, nn.Module) else []
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in module_parameters if parameter.requires_grad),
@@ -220,8 +225,10 @@ def _measure_layer(
         recompute_activation_bytes=activation_bytes(run_recomputing, make_inputs, keeps_inputs=True),
         held_for_w_bytes=held_bytes,
         workspace_bytes=workspace_bytes,
-        samples_by_op=samples,
-        recompute_samples_by_op=recompute_samples,
+        samples_by_op={op: one for op, one in samples_by_op.items() if not op.startswith(_RECOMPUTE)},
+        recompute_samples_by_op={
+            op.removeprefix(_RECOMPUTE): one for op, one in samples_by_op.items() if op.startswith(_RECOMPUTE)
+        },
         outputs=outputs,
     )
 
@@ -277,7 +284,6 @@ def _round(start: Callable[[], _Pass], store: WeightGradientStore, clock: Clock)
 def _without_collection() -> Iterator[None]:
     """Keep Python's garbage collector out of what is timed."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -308,7 +314,7 @@ def _usable_device(device: str) -> torch.device:
                 "where the GPU is"
             )
         return torch.device("cuda", torch.cuda.current_device())
-    raise ProfileError(f"measuring on {device!r} is not supported; use cpu or cuda")
+    raise ProfileError(f"layers can be measured on cpu or cuda, not on {device!r}")
 
 
 def _device_name(device: torch.device) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,7 +30,14 @@ class SamplingBudget:
     min_rounds: int = 5
     max_rounds: int = 40
     target_error: float = 0.01
-    seconds_per_layer: float = 2.0
+    seconds_per_layer: float = 3.0
+
+    def shared(self, seconds: float, num_layers: int) -> SamplingBudget:
+        """Return the budget for ``num_layers`` layers within ``seconds`` altogether."""
+        return replace(self, seconds_per_layer=seconds / num_layers)
+
+
+DEFAULT_BUDGET = SamplingBudget()
 
 
 @dataclass(frozen=True, slots=True)

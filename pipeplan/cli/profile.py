@@ -1,0 +1,179 @@
+"""``pipeplan profile``: what each layer of a model costs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from pipeplan.cli.options import Json, Quiet
+
+if TYPE_CHECKING:
+    from pipeplan.emit.tables import Table
+    from pipeplan.profile import Profile
+
+_WIDE_SPREAD = 0.10  # relative; a median of five is then known to about 5 %
+_SHAPE = "Shape"
+_MEASURING = "Measuring"
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face config.json or its folder, package.module:factory, or a template."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Profile file to write.")],
+    device: Annotated[str, typer.Option("--device", help="Where to measure: cpu or cuda.")] = "cpu",
+    micro_batch_size: Annotated[
+        int, typer.Option("--micro-batch-size", min=1, help="Samples of a micro-batch.", rich_help_panel=_SHAPE)
+    ] = 1,
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", min=2, help="Tokens of a sample.", rich_help_panel=_SHAPE)
+    ] = 128,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option("--dtype", help="Weights, activations and gradients.", rich_help_panel=_SHAPE),
+    ] = "fp32",
+    granularity: Annotated[
+        Literal["layer", "sublayer"],
+        typer.Option("--granularity", help="Cut at decoder layers, or inside them.", rich_help_panel=_SHAPE),
+    ] = "layer",
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of weights and data.", rich_help_panel=_MEASURING)
+    ] = 0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option("--time-limit", min=0, help="Seconds to measure, shared by layers.", rich_help_panel=_MEASURING),
+    ] = None,
+    threads: Annotated[
+        int,
+        typer.Option("--threads", min=1, help="CPU threads, as each rank will have.", rich_help_panel=_MEASURING),
+    ] = 1,
+    device_name: Annotated[
+        str | None,
+        typer.Option("--device-name", help="Device type to record, such as h100-sxm.", rich_help_panel=_MEASURING),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the time and memory of every layer of a model, forward and backward, on this machine.
+
+    Example: pipeplan profile tiny-nemotron-h --sequence-length 128 -o profile.yaml
+    """
+    from pipeplan.errors import ProfileError
+
+    if device not in ("cpu", "cuda"):
+        raise ProfileError(
+            f"device {device!r}: layers are measured on cpu or cuda; profiles for a GPU that is not here can't be "
+            "estimated yet, so run this command where the GPU is and name it with --device-name"
+        )
+
+    import torch
+
+    from pipeplan.cli.console import print_json, print_message, print_result, progress
+    from pipeplan.cli.render import rich_table
+    from pipeplan.model.source import open_model
+    from pipeplan.profile.file import profile_document, write_profile
+    from pipeplan.profile.measure import measure_profile
+    from pipeplan.profile.sampling import DEFAULT_BUDGET
+
+    torch.set_num_threads(threads)
+    with progress(f"reading {model}", quiet=quiet) as describe:
+        layers = open_model(model, granularity=granularity, seed=seed)
+        if quiet or device == "cpu":
+            _silence_transformers()
+        num_layers = len(layers.layers)
+        num_distinct = len({layer.identity for layer in layers.layers})
+        measured = measure_profile(
+            layers,
+            device=device,
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            seed=seed,
+            device_name=device_name,
+            budget=DEFAULT_BUDGET if time_limit is None else DEFAULT_BUDGET.shared(time_limit, num_distinct),
+            on_layer=lambda index, name: describe(f"measuring {name} ({index + 1} of {num_layers})"),
+        )
+    write_profile(measured, output)
+    if json:
+        print_json(profile_document(measured))
+    else:
+        print_result(rich_table(_table(measured)))
+    if not quiet:
+        _warn_of_spread(measured)
+        print_message(f"wrote {output}")
+
+
+def _silence_transformers() -> None:
+    """Keep transformers from recommending GPU kernels; a factory's model may not use transformers at all."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def _table(profile: Profile) -> Table:
+    """Return one row for each run of layers that cost the same, in model order of the first."""
+    from pipeplan.emit.tables import Table, format_gb, format_ms
+
+    names_by_row: dict[tuple[str, ...], list[str]] = {}
+    device = profile.devices[0]
+    for layer in profile.layers:
+        times = layer.times(device)
+        halves = (times.input_gradient_ns, times.weight_gradient_ns)
+        row = (
+            layer.kind,
+            f"{layer.num_parameters:,}",
+            format_ms(times.forward_ns),
+            format_ms(times.backward_ns),
+            *("-" if half is None else format_ms(half) for half in halves),
+            format_gb(layer.activation_bytes),
+            format_gb(layer.held_for_w_bytes) if layer.is_splittable else "-",
+            format_gb(layer.output_bytes),
+        )
+        names_by_row.setdefault(row, []).append(layer.name)
+    return Table(
+        heading=f"{profile.model} on {device}: {profile.source}, micro-batch {profile.micro_batch_size} x "
+        f"{profile.sequence_length}, {profile.dtype}",
+        columns=(
+            "layers",
+            "kind",
+            "parameters",
+            "F",
+            "B",
+            "I",
+            "W",
+            "kept to B",
+            "kept to W",
+            "output",
+        ),
+        rows=tuple(
+            (names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} alike", *row)
+            for row, names in names_by_row.items()
+        ),
+        footnote="Milliseconds and bytes of one micro-batch; I and W are the halves of a split backward.",
+    )
+
+
+def _warn_of_spread(profile: Profile) -> None:
+    """Say which layers' times are uncertain."""
+    from pipeplan.cli.console import print_message
+
+    wide = [
+        f"{name} {op} ±{note['relative_spread']:.0%}"
+        for name, notes in profile.extra["layers"].items()
+        for by_op in notes["spread"].values()
+        for op, note in by_op.items()
+        if note["relative_spread"] > _WIDE_SPREAD
+    ]
+    if wide:
+        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        print_message(
+            f"warning: measured times spread widely ({', '.join(wide[:3])}{more}); "
+            "is the machine busy? measure again, or give --time-limit more seconds"
+        )
