@@ -137,9 +137,7 @@ def optimize(
     print_result(rich_table(comparison_table(comparison)))
     if quiet:
         return
-    if result.was_interrupted:
-        print_message("interrupted: this is the best plan found so far")
-    for note in result.notes:
+    for note in comparison.notes:
         print_message(note)
     print_message(f"wrote {output}; train with it:\n  {launch_line(output, where)}")
 

@@ -14,7 +14,7 @@ def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Plan folder to write.")] = Path(
         "plans/quickstart"
     ),
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of each run.")] = 6,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of each run.")] = 8,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
