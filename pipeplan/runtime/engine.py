@@ -14,8 +14,10 @@ from deepspeed.runtime.utils import move_to_device
 
 from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
 from pipeplan.errors import LaunchError
+from pipeplan.plan.layout import Placement
 from pipeplan.plan.ops import Op, OpKind
 from pipeplan.program import types as program_types
+from pipeplan.program.trace import Trace
 from pipeplan.program.types import Message, Payload, Program
 from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime import boundary, schedule
@@ -24,6 +26,7 @@ from pipeplan.runtime.channels import Channels
 from pipeplan.runtime.forward_only import forward_program
 from pipeplan.runtime.gradients import global_gradient_norm, scale_gradients
 from pipeplan.runtime.module import PlannedPipelineModule
+from pipeplan.runtime.trace import BatchRecorder, gather_rank_traces
 
 
 class PlannedPipelineEngine(PipelineEngine):
@@ -48,6 +51,7 @@ class PlannedPipelineEngine(PipelineEngine):
         ]
         self._channels = Channels(self.stage_id, replicas, self.grid.data_parallel_id, torch.device(self.device))
         self._weight_gradients = WeightGradientStore()
+        self.recorder = BatchRecorder(torch.device(self.device))
         self._evaluation_schedules: dict[int, schedule.PlannedSchedule] = {}  # keyed by number of micro-batches
         self._num_micro_batches_run = 0
         self._has_autocast = self.torch_autocast_enabled()
@@ -104,9 +108,11 @@ class PlannedPipelineEngine(PipelineEngine):
         handlers: dict[type, Callable[..., None]] = {
             kind: MethodType(method, self) for kind, method in self._INSTRUCTION_MAP.items()
         }
+        mark = self.recorder.start_batch(pipe_schedule.program.instructions_by_rank[self.stage_id])
         for commands in pipe_schedule:
             for command in commands:
                 handlers[type(command)](**command.kwargs)
+                mark()
         self._finish_batch(pipe_schedule.micro_batches)
 
     def _finish_batch(self, num_micro_batches: int) -> None:
@@ -122,6 +128,38 @@ class PlannedPipelineEngine(PipelineEngine):
             raise LaunchError(f"weight gradients of {list(self._weight_gradients.pending_keys)} were never computed")
         if torch.is_grad_enabled():
             self._num_micro_batches_run += num_micro_batches
+
+    # The measured trace.
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train one batch, as DeepSpeed does, and mark its end for ``trace``."""
+        loss = super().train_batch(*args, **kwargs)
+        self.recorder.finish_batch()
+        return loss
+
+    def trace(self) -> Trace:
+        """Return when every instruction of the last batch started and ended on every rank; collective.
+
+        Each replica's ranks get the trace of their own pipeline. ``recorder.is_enabled = False`` stops recording.
+
+        Raises:
+            LaunchError: There was no batch, or it was interrupted.
+        """
+        global_ranks = [self.grid.stage_to_global(rank) for rank in range(self.num_stages)]
+        ranks, error_ns = gather_rank_traces(
+            self.recorder, global_ranks, self.grid.get_pipe_parallel_group(), torch.device(self.device)
+        )
+        plan = self.module.runnable.plan
+        return Trace(
+            model=plan.model,
+            plan_digest=self._running.plan_digest,
+            num_micro_batches=self._running.num_micro_batches,
+            partition=plan.partition,
+            placement=Placement(self._rank_by_stage),
+            ranks=ranks,
+            recomputed_stages=tuple(sorted(self.module.recomputed_stages)),
+            clock_error_ns=error_ns,
+        )
 
     # Ops.
 
@@ -171,7 +209,7 @@ class PlannedPipelineEngine(PipelineEngine):
             labels = move_to_device(self._data[micro_batch][1], self.device)
             loss = self.module.loss_fn(outputs, labels)
         if torch.is_tensor(loss):
-            self._batch.losses[micro_batch] = loss.detach()
+            self._batch.losses[micro_batch] = loss.detach().float()  # so that sums are not rounded to bf16
             if loss.requires_grad:
                 self._batch.roots[key] = [loss]
                 self._batch.output_gradients[key] = [self._loss_gradient(loss)]

@@ -22,6 +22,7 @@ from pipeplan.model.weights import load_weights
 from pipeplan.plan.folder import PROFILE_FILE
 from pipeplan.profile.file import read_profile
 from pipeplan.profile.types import Profile
+from pipeplan.program.trace import write_trace
 from pipeplan.resources import template_path
 from pipeplan.runtime.data import ByteText, sampled_micro_batches, text_micro_batches
 from pipeplan.runtime.engine import PlannedPipelineEngine
@@ -45,10 +46,11 @@ def _parser(folder: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"Trains with the plan in {folder}.")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps to train")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of dropout")
     parser.add_argument("--data", type=Path, help="text file; default: a small text that comes with pipeplan")
     parser.add_argument("--init", type=Path, help="folder of Hugging Face safetensors to start from")
     parser.add_argument("--losses", type=Path, help="JSON file to write the loss and time of every step to")
+    parser.add_argument("--trace", type=Path, help="file to write the measured timeline of the last step to")
     return deepspeed.add_config_arguments(parser)
 
 
@@ -56,7 +58,9 @@ def _train(folder: Path, options: argparse.Namespace) -> None:
     deepspeed.init_distributed()
     profile = read_profile(folder / PROFILE_FILE)
     model = _model_of(profile, folder, options.seed)
-    module = PlannedPipelineModule(model.layers, loss_fn=model.loss_function, plan=folder)
+    module = PlannedPipelineModule(
+        model.layers, loss_fn=model.loss_function, plan=folder, seed_layers=True, base_seed=options.seed
+    )
     if options.init is not None:
         load_weights(model, module.module_by_layer, options.init)
     engine, *_ = pipeplan.runtime.initialize(
@@ -75,6 +79,10 @@ def _train(folder: Path, options: argparse.Namespace) -> None:
             print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
     if options.losses is not None and dist.get_rank() == 0:
         write_text(options.losses, json.dumps({"losses": losses, "step_ms": step_ms}))
+    if options.trace is not None:
+        trace = engine.trace()
+        if dist.get_rank() == 0:
+            write_trace(trace, options.trace)
 
 
 def _model_of(profile: Profile, folder: Path, seed: int) -> ModelLayers:

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 import pipeplan.runtime
 from pipeplan.errors import PipeplanError
+from pipeplan.runtime import trace as runtime_trace
 
-CASE_LIMIT_S = 40  # a case that hangs shows where, and ends the launch
+NO_CLIPPING = 1e9  # as in the list of cases
+CASE_LIMIT_S = 60  # a case that hangs shows where, and ends the launch
 
 
 def batches(first: int, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -36,7 +39,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": toy.SAMPLES,
         "gradient_accumulation_steps": case["num_micro_batches"],
-        "gradient_clipping": case.get("max_norm", 1e9),
+        "gradient_clipping": case.get("max_norm", 1.0),
         "steps_per_print": 10**9,
         **case.get("config", {}),
     }
@@ -45,7 +48,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
 def layers(case: dict[str, Any]) -> list[Any]:
     """Return the layers of a case, in the form that it asks for."""
     sources = toy.layers_of(case["model"])
-    if case.get("layers") != "deepspeed":
+    if case.get("form") != "deepspeed":
         return sources
     specs: list[Any] = []
     for index, (kind, source) in enumerate(zip(toy.CLASSES_BY_MODEL[case["model"]], sources, strict=True)):
@@ -61,8 +64,15 @@ def layers(case: dict[str, Any]) -> list[Any]:
 
 def planned_engine(case: dict[str, Any]) -> Any:
     """Build the engine of a case; plain SGD unless its config names an optimizer."""
-    module = pipeplan.runtime.PlannedPipelineModule(layers(case), loss_fn=toy.loss_function, plan=Path(case["folder"]))
-    if case.get("layers") == "deepspeed":  # specs build with weights of their own
+    module = pipeplan.runtime.PlannedPipelineModule(
+        layers(case),
+        loss_fn=toy.loss_function,
+        plan=Path(case["folder"]),
+        seed_layers=case.get("is_seeded", False),
+        seed_fn=torch.manual_seed,
+        base_seed=toy.BASE_SEED,
+    )
+    if case.get("form") == "deepspeed":  # specs build with weights of their own
         reference = toy.build_all(case["model"])
         for index, built in module.module_by_layer.items():
             built.load_state_dict(reference[index].state_dict())
@@ -95,16 +105,35 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         if not result["gradients"]:
             result["gradients"] = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
 
-    if not engine.zero_optimization():  # ZeRO's gradients are elsewhere; its norms and weights are compared
+    if not engine.zero_optimization() and case["max_norm"] == NO_CLIPPING:  # otherwise they are elsewhere, or clipped
         engine.optimizer.register_step_pre_hook(keep_gradients)
     data = batches(0, engine.grid.data_parallel_id)
     for step in range(case["num_steps"]):
-        for count in case.get("evaluate", {}).get(str(step), []):
-            result["evaluations"].append(float(engine.eval_batch(batches(5000, 0), num_micro_batches=count)))
+        for count in case["evaluations"].get(str(step), []):
+            data_of_evaluation = batches(toy.FIRST_EVALUATED, 0)
+            result["evaluations"].append(float(engine.eval_batch(data_of_evaluation, num_micro_batches=count)))
         result["losses"].append(float(engine.train_batch(data_iter=data)))
         result["norms"].append(float(engine.get_global_grad_norm()))
     result["weights"] = {name: parameter.detach().clone() for name, parameter in named.items()}
     return result
+
+
+def trace(case: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps and trace the second; ``clock_skew_s`` shifts each rank's clock and puts it on its own host."""
+    engine = planned_engine(case)
+    skew_ns = round(case.get("clock_skew_s", 0.0) * 1e9) * dist.get_rank()
+    if skew_ns:
+        engine.recorder.clock = lambda: time.perf_counter_ns() + skew_ns
+        runtime_trace.host_identity = lambda: f"host-{dist.get_rank()}"
+    data = batches(0, engine.grid.data_parallel_id)
+    messages = []
+    try:
+        engine.trace()
+    except PipeplanError as error:
+        messages.append(str(error))
+    for _ in range(2):
+        engine.train_batch(data_iter=data)
+    return {"trace": engine.trace(), "messages": messages}
 
 
 def refuse(case: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +159,7 @@ def main() -> None:
     for case in json.loads(arguments.cases.read_text()):
         faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
         try:
-            result = {"train": train, "refuse": refuse}[case["kind"]](case)
+            result = {"train": train, "trace": trace, "refuse": refuse}[case["kind"]](case)
         except Exception:
             traceback.print_exc()
             print(f"case {case['name']} failed on rank {rank}", file=sys.stderr, flush=True)
