@@ -19,8 +19,11 @@ from pipeplan.model.kinds import identity_of, kind_of
 from pipeplan.model.loss import loss_of
 from pipeplan.model.routers import mark_routers
 from pipeplan.model.segments import DecoderSegment, FrontSegment, HeadSegment, TailSegment
+from pipeplan.model.sublayers import HALF_NAMES, Cut, find_cut, half_of
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.model.weights import HuggingFaceCheckpoint
+
+_NUM_PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +32,27 @@ class _Unit:
 
     Attributes:
         paths: Attribute of the built layer → path of the part in the model.
+        assemble: Makes the layer of the parts, by attribute.
+        reduce: What is left of a part in this layer: all of it, or half of a decoder layer.
     """
 
     name: str
     kind: str
     paths: Mapping[str, str]
     assemble: Callable[[dict[str, nn.Module]], nn.Module]
+    reduce: Callable[[nn.Module], nn.Module] = lambda part: part
 
 
 class HuggingFaceModel:
     """A causal language model on the meta device, and how to build any layer of it alone."""
 
-    def __init__(self, config: Any, seed: int, where: str) -> None:
+    def __init__(self, config: Any, seed: int, where: str, granularity: str = "layer") -> None:
         self.config = config
         self.seed = seed
         self.anatomy = _dissected(config, where)
         self.model: Any = self.anatomy.model
-        self.units = self._units()
+        self._cut_by_identity: dict[str, Cut | None] = {}
+        self.units = self._units(granularity)
         self._unit_by_path = {path: unit for unit in self.units for path in unit.paths.values()}
 
     @cached_property
@@ -66,12 +73,12 @@ class HuggingFaceModel:
         return {
             f"{attribute}.{name}": f"{path}.{name}"
             for attribute, path in unit.paths.items()
-            for name in self.model.get_submodule(path).state_dict()
+            for name in unit.reduce(self.model.get_submodule(path)).state_dict()
         }
 
     def build(self, unit: _Unit) -> nn.Module:
         """Build one layer, with the weights that the seed gives it."""
-        parts = {attribute: self._initialised(path) for attribute, path in unit.paths.items()}
+        parts = {attribute: unit.reduce(self._initialised(path)) for attribute, path in unit.paths.items()}
         module = unit.assemble(parts)
         self._copy_shared(unit, module)
         return module
@@ -96,7 +103,7 @@ class HuggingFaceModel:
 
     def source(self, unit: _Unit) -> LayerSource:
         """Describe one layer."""
-        parts = [self.model.get_submodule(path) for path in unit.paths.values()]
+        parts = [unit.reduce(self.model.get_submodule(path)) for path in unit.paths.values()]
         parameters = {
             name: value
             for part, path in zip(parts, unit.paths.values(), strict=True)
@@ -116,7 +123,7 @@ class HuggingFaceModel:
             weight_names=names,
         )
 
-    def _units(self) -> list[_Unit]:
+    def _units(self, granularity: str) -> list[_Unit]:
         anatomy = self.anatomy
         base = anatomy.base_name
         family = type(anatomy.base).__name__.removesuffix("Model")
@@ -129,14 +136,28 @@ class HuggingFaceModel:
             )
         ]
         for index, layer in enumerate(anatomy.layers):
-            units.append(
-                _Unit(
-                    name=f"layers.{index}",
-                    kind=kind_of(layer, family),
-                    paths={"layer": f"{base}.{anatomy.layers_name}.{index}"},
-                    assemble=partial(self._decoder, index),
+            cut = self._cut(index, layer) if granularity == "sublayer" else None
+            paths = {"layer": f"{base}.{anatomy.layers_name}.{index}"}
+            if cut is None:
+                units.append(
+                    _Unit(
+                        name=f"layers.{index}",
+                        kind=kind_of(layer, family),
+                        paths=paths,
+                        assemble=partial(self._decoder, index, index == len(anatomy.layers) - 1),
+                    )
                 )
-            )
+                continue
+            for half, half_name in enumerate(HALF_NAMES):
+                units.append(
+                    _Unit(
+                        name=f"layers.{index}.{half_name}",
+                        kind=kind_of(layer, family, cut.halves[half]),
+                        paths=paths,
+                        assemble=partial(self._decoder, index, half == 1 and index == len(anatomy.layers) - 1),
+                        reduce=partial(half_of, cut=cut, half=half),
+                    )
+                )
         if anatomy.tail_names:
             units.append(
                 _Unit(
@@ -156,8 +177,20 @@ class HuggingFaceModel:
         )
         return units
 
-    def _decoder(self, index: int, parts: dict[str, nn.Module]) -> nn.Module:
-        return DecoderSegment(self.anatomy, self.context, index, parts["layer"])
+    def _decoder(self, index: int, is_last: bool, parts: dict[str, nn.Module]) -> nn.Module:
+        return DecoderSegment(self.anatomy, self.context, index, parts["layer"], is_last=is_last)
+
+    def _cut(self, index: int, layer: nn.Module) -> Cut | None:
+        identity = identity_of([layer])
+        if identity not in self._cut_by_identity:
+            generator = torch.Generator().manual_seed(0)
+            hidden = torch.randn(1, _NUM_PROBE_TOKENS, self.config.hidden_size, generator=generator)
+            args, kwargs = self.context.arguments(index, hidden, {"inputs_embeds": hidden}, training=False)
+            with torch.no_grad():
+                self._cut_by_identity[identity] = find_cut(
+                    layer, lambda shell, value: shell(value, *args, **kwargs), hidden
+                )
+        return self._cut_by_identity[identity]
 
 
 def layers_from_config(
@@ -172,7 +205,7 @@ def layers_from_config(
         ModelError: The config is faulty, or the model can't be cut into layers.
     """
     config = config_from_mapping(content, where or name)
-    model = HuggingFaceModel(config, seed, where or name)
+    model = HuggingFaceModel(config, seed, where or name, granularity)
     layers = tuple(model.source(unit) for unit in model.units)
     return ModelLayers(
         name=name,

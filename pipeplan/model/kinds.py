@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -24,13 +24,15 @@ _ORDER = ("mamba", "gated_delta_net", "conv", "attention", "moe", "mlp")  # mixe
 _NUMBERING = frozenset({"layer_idx", "layer_id", "idx", "training", "block_id", "_pipeplan_router_index"})
 
 
-def kind_of(layer: nn.Module, family: str) -> str:
+def kind_of(layer: nn.Module, family: str, names: Collection[str] | None = None) -> str:
     """Return the kind of a decoder layer: the kinds of its parts joined by ``+``, mixers before feed-forward.
 
     Args:
         family: What the class names of the model start with, such as ``Jamba``; it may itself sound like a kind.
+        names: The children that count; all of them if not given.
     """
-    kinds = {kind for name, child in layer.named_children() if (kind := _kind_of_part(name, child, family)) is not None}
+    parts = {name: child for name, child in layer.named_children() if names is None or name in names}
+    kinds = {kind for name, part in parts.items() if (kind := _kind_of_part(name, part, family)) is not None}
     if not kinds:
         kinds = {_kind_by_class(layer, family) or _kind_by_class(layer, "") or type(layer).__name__.lower()}
     if "moe" in kinds:

@@ -53,15 +53,17 @@ class FrontSegment(nn.Module):
 
 
 class DecoderSegment(nn.Module):
-    """One decoder layer."""
+    """One decoder layer, or a half of it."""
 
-    def __init__(self, anatomy: Anatomy, context: ForwardContext, index: int, layer: nn.Module) -> None:
+    def __init__(
+        self, anatomy: Anatomy, context: ForwardContext, index: int, layer: nn.Module, *, is_last: bool
+    ) -> None:
         super().__init__()
         self.layer = layer
         self._context = context
         self._index = index
         self._records_router_logits = anatomy.has_router_loss
-        self._is_last = index == len(anatomy.layers) - 1
+        self._is_last = is_last
 
     def forward(self, value: Any) -> Any:
         """Return the hidden states after the layer, and what later layers need besides."""
