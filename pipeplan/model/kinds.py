@@ -17,8 +17,9 @@ _KIND_BY_WORD = (
     ("mlp", "mlp"),
     ("feedforward", "mlp"),
     ("shortconv", "conv"),
+    ("recurrentblock", "recurrent"),
 )
-_ORDER = ("mamba", "gated_delta_net", "conv", "attention", "moe", "mlp")  # mixers before feed-forward
+_ORDER = ("mamba", "gated_delta_net", "conv", "recurrent", "attention", "moe", "mlp")  # mixers before feed-forward
 
 # Attributes that tell two layers apart without making them cost differently.
 _NUMBERING = frozenset({"layer_idx", "layer_id", "idx", "training", "block_id", "_pipeplan_router_index"})
