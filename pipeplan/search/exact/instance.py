@@ -262,7 +262,11 @@ def _tails(  # type: ignore[no-untyped-def]
                     for k in range(micro_batch, num_micro_batches):
                         is_self = k == micro_batch and s == stage
                         if forward_at[s, k] > -(1 << 50) and not (is_self and not is_backward):
-                            heads[count], lengths[count], tails[count] = forward_at[s, k], occupied[s, 0], forward_tail[s, k]
+                            heads[count], lengths[count], tails[count] = (
+                                forward_at[s, k],
+                                occupied[s, 0],
+                                forward_tail[s, k],
+                            )
                             count += 1
                         if backward_at[s, k] > -(1 << 50):
                             if not (is_self and is_backward):

@@ -13,6 +13,7 @@ op of every rank is tried.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -59,7 +60,7 @@ class Layer:
     count: IntArray
 
     @property
-    def arrays(self) -> tuple[IntArray, ...]:
+    def arrays(self) -> tuple[NDArray[Any], ...]:
         """What compiled loops take."""
         return (
             self.rows, self.bounds, self.sums, self.parents, self.actions, self.is_alive, self.table, self.following,
@@ -133,8 +134,9 @@ def _rebuild_table(rows, table, following, count, num_stages):  # type: ignore[n
 
 
 @njit(cache=True)
-def _add(row, bound, total, parent, action, shop, rows, bounds, sums, parents, actions, is_alive, table, following, count):  # type: ignore[no-untyped-def]
+def _add(row, bound, total, parent, action, shop, layer):  # type: ignore[no-untyped-def]
     """Add a state unless another makes it superfluous; those that it makes superfluous die."""
+    rows, bounds, sums, parents, actions, is_alive, table, following, count = layer
     slot = _slot_of(row, table, rows, num_key_columns(shop.num_stages))
     other = table[slot]
     while other != EMPTY:
@@ -163,7 +165,7 @@ def expand(first, last, shop, limit, here, one_on, two_on, tally):  # type: igno
     """
     rows, bounds, sums, parents, actions, is_alive = here[0], here[1], here[2], here[3], here[4], here[5]
     count = here[8]
-    num_stages, num_ranks = shop.num_stages, shop.num_ranks
+    num_stages = shop.num_stages
     mask, free = 3 * num_stages, 3 * num_stages + 1
     num_jobs = 4 * num_stages * shop.num_micro_batches
     jobs = np.empty((3, num_jobs), dtype=np.int64)
@@ -200,10 +202,7 @@ def expand(first, last, shop, limit, here, one_on, two_on, tally):  # type: igno
                 if bound >= limit:
                     continue
                 layer = two_on if kind == 1 else one_on
-                _add(
-                    child, bound, total, index, kind * num_stages + s, shop, layer[0], layer[1], layer[2], layer[3],
-                    layer[4], layer[5], layer[6], layer[7], layer[8],
-                )  # fmt: skip
+                _add(child, bound, total, index, kind * num_stages + s, shop, layer)
         if rank >= 0 and wait_until < horizon:
             child[:] = row
             child[mask] |= 1 << rank

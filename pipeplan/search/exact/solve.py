@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from pipeplan.simulate.memory import peak_bytes_by_rank
 FIRST_WIDTH = 64
 WIDENING = 8
 STATE_MEMORY_BYTES = 1_500_000_000  # for the three layers in use; sets the greatest width
+MOST_TIGHTENINGS = 40
 STATES_PER_CALL = 2_000  # between looks at the limits
 
 
@@ -75,24 +76,65 @@ def solve_order(
     Raises:
         InfeasibleError: No order fits, or none was found within the limits.
     """
-    tails = [0] * costs.num_ranks if tail_ns_by_rank is None else list(tail_ns_by_rank)
-    search = _Search(costs, num_micro_batches, usable_bytes_by_rank, tails, count_boundaries, work_limit, time_limit_s)
-    if incumbent is not None:
-        search.offer(incumbent)
-    search.run(can_split_by_stage)
-    if search.order is None:
-        proved = search.lower_bound_ns >= NEVER
+    outcome = search_order(
+        costs, num_micro_batches, usable_bytes_by_rank, can_split_by_stage, tail_ns_by_rank or [0] * costs.num_ranks,
+        count_boundaries=count_boundaries, incumbent=incumbent, work_limit=work_limit, time_limit_s=time_limit_s,
+    )  # fmt: skip
+    if outcome.order is None:
         raise InfeasibleError(
             "no order of this partition and placement fits the memory of every rank; give more memory, fewer layers to "
             "the fullest rank, or recompute"
-            if proved
+            if outcome.lower_bound_ns >= NEVER
             else "found no order that fits the memory of every rank within the limit; raise the work or time limit, or "
             "give an order that fits to start from"
         )
     return ExactResult(
+        order=outcome.order,
+        makespan_ns=outcome.makespan_ns,
+        lower_bound_ns=outcome.lower_bound_ns,
+        num_nodes=outcome.num_nodes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a search under a given limit found; without an order, ``makespan_ns`` is that limit.
+
+    Attributes:
+        lower_bound_ns: No order is faster; ``NEVER`` where none fits at all; at most ``makespan_ns`` otherwise.
+    """
+
+    order: Order | None
+    makespan_ns: int
+    lower_bound_ns: int
+    num_nodes: int
+
+
+def search_order(
+    costs: StageCosts,
+    num_micro_batches: int,
+    usable_bytes_by_rank: Sequence[int | None],
+    can_split_by_stage: Sequence[bool],
+    tail_ns_by_rank: Sequence[int],
+    *,
+    count_boundaries: bool,
+    incumbent: Order | None = None,
+    below_ns: int = NEVER,
+    work_limit: int,
+    time_limit_s: float | None,
+) -> Outcome:
+    """Search as ``solve_order`` does, for an order faster than ``below_ns``."""
+    search = _Search(
+        costs, num_micro_batches, usable_bytes_by_rank, tail_ns_by_rank, count_boundaries, work_limit, time_limit_s
+    )
+    search.makespan_ns = below_ns
+    if incumbent is not None:
+        search.offer(incumbent)
+    search.run(can_split_by_stage)
+    return Outcome(
         order=search.order,
         makespan_ns=search.makespan_ns,
-        lower_bound_ns=min(search.lower_bound_ns, search.makespan_ns),
+        lower_bound_ns=search.lower_bound_ns,
         num_nodes=search.num_nodes,
     )
 
@@ -125,9 +167,7 @@ class _Search:
     @property
     def is_over(self) -> bool:
         """Whether a limit is reached."""
-        return self.num_nodes >= self._work_limit or (
-            self._deadline is not None and time.monotonic() >= self._deadline
-        )
+        return self.num_nodes >= self._work_limit or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def offer(self, order: Order) -> bool:
         """Keep the order if it is the fastest that fits; return whether it fits."""
@@ -153,47 +193,47 @@ class _Search:
         return int((clocked.end_ns[encoded.offsets[1:] - 1] + self.tail_ns_by_rank).max())
 
     def run(self, can_split_by_stage: Sequence[bool]) -> None:
-        """Widen until proved or over. Orders that boundaries in flight make too large lead to a tighter search."""
+        """Prove what the limits allow; where boundaries in flight refuse the best order, look under tighter caps."""
         usable = list(self.usable)
-        while True:
+        for _ in range(MOST_TIGHTENINGS):
             shop = build_instance(
                 self.costs, self.num_micro_batches, usable, can_split_by_stage, self.tail_ns_by_rank.tolist(),
                 count_boundaries=self.count_boundaries,
             )  # fmt: skip
-            is_relaxation = usable == self.usable
-            excess = self._widen(shop, is_relaxation=is_relaxation)
-            if excess is None or self.is_over or self.lower_bound_ns >= self.makespan_ns:
+            excess = self._widen(shop, is_whole_problem=usable == self.usable)
+            is_settled = self.order is not None and (self.is_over or self.makespan_ns <= self.lower_bound_ns)
+            if excess is None or is_settled:
                 return
-            usable = [None if cap is None else cap - more for cap, more in zip(usable, excess, strict=True)]
+            usable = [None if cap is None else cap - (more + 1) // 2 for cap, more in zip(usable, excess, strict=True)]
 
-    def _widen(self, shop: Instance, *, is_relaxation: bool) -> list[int] | None:
-        """Search wider and wider; return the excess of an order that the real memory formula refused, if any."""
+    def _widen(self, shop: Instance, *, is_whole_problem: bool) -> list[int] | None:
+        """Search wider and wider; return by how much an order is too large for the real memory formula, if any is."""
         if shop.in_flight_limit.min() < 1:
-            if is_relaxation:
+            if is_whole_problem:
                 self.lower_bound_ns = NEVER
             return None
-        root_bound = _root_bound(shop)
-        if is_relaxation:
-            self.lower_bound_ns = max(self.lower_bound_ns, root_bound)
+        if is_whole_problem:
+            self.lower_bound_ns = _root_bound(shop)
         columns = num_columns(shop.num_stages, shop.num_ranks, shop.num_micro_batches)
-        greatest = STATE_MEMORY_BYTES // (3 * 3 * 8 * columns)
+        greatest = max(FIRST_WIDTH, STATE_MEMORY_BYTES // (3 * 3 * 8 * columns))
         width = FIRST_WIDTH
+        refused: list[int] | None = None
         while self.makespan_ns > self.lower_bound_ns and (width == FIRST_WIDTH or not self.is_over):
             width = min(width, greatest)
             actions, bound = _beam(shop, width, self)
-            if is_relaxation:
-                self.lower_bound_ns = max(self.lower_bound_ns, min(bound, self.makespan_ns))
+            best = self.makespan_ns
             if actions is not None:
                 order = _replay(shop, actions)
-                if not self.offer(order):
-                    encoded = encode_order(order)
-                    return self._excess_by_rank(encoded, run_clock(self.costs, encoded, self.num_micro_batches))
-            if is_relaxation and bound > self.lower_bound_ns:
-                self.lower_bound_ns = min(bound, self.makespan_ns)
-            if bound >= self.makespan_ns or width == greatest:
-                return None
+                encoded = encode_order(order)
+                clocked = run_clock(self.costs, encoded, self.num_micro_batches)
+                best = min(best, self._end_of_batch(encoded, clocked))
+                refused = None if self.offer(order) else self._excess_by_rank(encoded, clocked)
+            if is_whole_problem:
+                self.lower_bound_ns = max(self.lower_bound_ns, min(bound, self.makespan_ns))
+            if bound >= best or width == greatest:
+                break
             width *= WIDENING
-        return None
+        return refused
 
 
 def _root_bound(shop: Instance) -> int:
@@ -204,9 +244,7 @@ def _root_bound(shop: Instance) -> int:
 def _bound(row: IntArray, shop: Instance) -> tuple[int, int]:
     shape = (shop.num_stages, shop.num_micro_batches)
     jobs = np.empty((3, 4 * shop.num_stages * shop.num_micro_batches), dtype=np.int64)
-    bound, total = bound_state(
-        row, shop, np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), jobs, NEVER
-    )
+    bound, total = bound_state(row, shop, np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), jobs, NEVER)
     return int(bound), int(total)
 
 
@@ -216,7 +254,7 @@ def _beam(shop: Instance, width: int, search: _Search) -> tuple[list[int] | None
     Returns the actions to the best end below the incumbent, if one was reached, and the least bound of the ends and of
     everything cut: no order below the incumbent beats it.
     """
-    columns = len(np.zeros(num_columns(shop.num_stages, shop.num_ranks, shop.num_micro_batches)))
+    columns = num_columns(shop.num_stages, shop.num_ranks, shop.num_micro_batches)
     num_layers = 3 * shop.num_stages * shop.num_micro_batches
     layers = [Layer.empty(3 * width + 8 * shop.num_stages, columns) for _ in range(3)]
     histories: list[tuple[IntArray, IntArray]] = []

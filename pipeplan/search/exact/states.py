@@ -8,7 +8,6 @@ superfluous, since whatever completes the other completes it at least as early.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
 from pipeplan.search.exact.one_machine import preemptive_bound
