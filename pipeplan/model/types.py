@@ -19,8 +19,8 @@ SampleBatch = Callable[[int, int, int], tuple[Any, Any]]
 class CheckpointFormat(Protocol):
     """How the weights of single layers are read from and written to checkpoint files."""
 
-    def load(self, index: int, module: nn.Module, folder: Path) -> None:
-        """Copy the weights of layer ``index`` from the checkpoint in ``folder`` into ``module``.
+    def load(self, modules: Mapping[int, nn.Module], folder: Path) -> None:
+        """Copy weights from the checkpoint in ``folder`` into built layers, given by their index.
 
         Raises:
             ModelError: A tensor is missing, unexpected or of another shape; names it.

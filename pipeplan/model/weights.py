@@ -37,8 +37,7 @@ def load_weights(model: ModelLayers, modules: Mapping[int, nn.Module], folder: P
     """
     if model.checkpoint is None:
         raise ModelError(f"model {model.name!r} comes from a factory; load its weights in the factory itself")
-    for index, module in modules.items():
-        model.checkpoint.load(index, module, folder)
+    model.checkpoint.load(modules, folder)
 
 
 def save_weights(model: ModelLayers, modules: Mapping[int, nn.Module], folder: Path) -> None:
@@ -88,12 +87,14 @@ class HuggingFaceCheckpoint:
         self._model = meta_model
         self._weight_names = weight_names
         self._owner_by_name = owner_by_name
-        self._keys_by_folder: dict[Path, _Keys] = {}
 
-    def load(self, index: int, module: nn.Module, folder: Path) -> None:
-        """Copy the weights of layer ``index`` from the checkpoint in ``folder`` into ``module``."""
-        keys = self._keys(folder)
-        names = self._weight_names[index]
+    def load(self, modules: Mapping[int, nn.Module], folder: Path) -> None:
+        """Copy weights from the checkpoint in ``folder`` into built layers; reads and holds one layer at a time."""
+        keys = self._matched(_file_by_key(folder), folder)
+        for index, module in modules.items():
+            self._load_layer(self._weight_names[index], module, keys, folder)
+
+    def _load_layer(self, names: Mapping[str, str], module: nn.Module, keys: _Keys, folder: Path) -> None:
         wanted = {self._stored_name(name, keys) for name in names.values()}
         missing = sorted(wanted - set(keys.by_target))
         if missing:
@@ -141,12 +142,6 @@ class HuggingFaceCheckpoint:
             [entry for entry in mapping if not isinstance(entry, WeightConverter)],
             [entry for entry in mapping if isinstance(entry, WeightConverter)],
         )
-
-    def _keys(self, folder: Path) -> _Keys:
-        folder = folder.resolve()
-        if folder not in self._keys_by_folder:
-            self._keys_by_folder[folder] = self._matched(_file_by_key(folder), folder)
-        return self._keys_by_folder[folder]
 
     def _matched(self, file_by_key: Mapping[str, Path], folder: Path) -> _Keys:
         """Find which weights each tensor of a checkpoint is for.

@@ -150,7 +150,7 @@ def test_faulty_checkpoints_are_named(tmp_path: Path) -> None:
 
     def load_with(tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
-        load_weights(layers_from_config(config, name="model"), {1: layer}, tmp_path)
+        load_weights(model, {1: layer}, tmp_path)
 
     with pytest.raises(ModelError, match=f"no tensor for '{name}'"):
         load_with({key: value for key, value in whole.items() if key != name})
@@ -161,10 +161,10 @@ def test_faulty_checkpoints_are_named(tmp_path: Path) -> None:
     save_file(whole, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(FileFormatError, match="is it truncated"):
-        load_weights(layers_from_config(config, name="model"), {1: layer}, tmp_path)
+        load_weights(model, {1: layer}, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
     with pytest.raises(FileFormatError, match=r"index\.json can't be read"):
-        load_weights(layers_from_config(config, name="model"), {1: layer}, tmp_path)
+        load_weights(model, {1: layer}, tmp_path)
     with pytest.raises(FileFormatError, match=r"holds neither model\.safetensors nor"):
         load_weights(model, {1: layer}, tmp_path.parent)
     with pytest.raises(FileFormatError, match="nowhere does not exist"):
