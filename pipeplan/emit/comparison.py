@@ -120,10 +120,11 @@ def _how_it_ended(result: SearchResult) -> tuple[str, ...]:
     if result.was_interrupted:
         return ("The search was interrupted: this is the best plan found until then.",)
     if not result.is_deterministic:
-        return (
+        note = (
             "The time limit ended the search, so a slower machine may find another plan; "
-            f"--work-limit {result.num_ops_tried} does as much work on any machine.",
+            f"--work-limit {result.num_ops_tried} does as much work on any machine."
         )
+        return (note,)
     return ()
 
 

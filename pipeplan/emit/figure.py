@@ -35,6 +35,8 @@ _MARGIN_INCHES = 0.85  # axis below, legend above
 _FONT_POINTS = 7.0
 _NUMBER_POINTS = 5.5
 _CHARACTER_INCHES = 0.058  # of a digit at _NUMBER_POINTS, with a little air
+_EDGE_POINTS = 0.3
+_NARROW_INCHES = 0.03
 _PALEST = 0.55  # share of white in the last stage of a rank
 _MAX_VECTOR_OPS = 6_000  # above this the boxes become a bitmap, so that the file stays small
 
@@ -105,8 +107,10 @@ def _draw_rank(axes: Axes, rank: int, ops: Sequence[TimedOp], inches_per_ms: flo
         if not is_bitmap and width_ms * inches_per_ms > _CHARACTER_INCHES * len(number):
             axes.text(start_ms + width_ms / 2, rank, number, ha="center", va="center_baseline", fontsize=_NUMBER_POINTS)
     for colour, spans in boxes.items():
+        # White edges separate boxes; on the narrowest ones they would hide the colour.
+        edges = [_EDGE_POINTS if width_ms * inches_per_ms > _NARROW_INCHES else 0.0 for _, width_ms in spans]
         axes.broken_barh(
-            spans, (rank - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.3, rasterized=is_bitmap
+            spans, (rank - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=edges, rasterized=is_bitmap
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 from pipeplan.model.source import model_from_source
+from pipeplan.model.weights import load_weights
 from pipeplan.profile import read_profile
 
 
@@ -45,8 +46,7 @@ def main() -> None:
     profile = read_profile(arguments.profile)
     model = model_from_source(profile.model_source)
     layers = [source.build() for source in model.layers]
-    for index, layer in enumerate(layers):
-        model.checkpoint.load(index, layer, arguments.init)
+    load_weights(model, dict(enumerate(layers)), arguments.init)
     module = PipelineModule(
         layers, num_stages=arguments.num_ranks, partition_method="parameters", loss_fn=model.loss_function
     )
