@@ -21,6 +21,9 @@ _KIND_BY_WORD = (
 )
 _ORDER = ("mamba", "gated_delta_net", "conv", "recurrent", "attention", "moe", "mlp")  # mixers before feed-forward
 
+STAND_IN_MARK = "_pipeplan_stand_in"
+"""Attribute of a module that stands for one that belongs to another layer, and costs nothing."""
+
 # Attributes that tell two layers apart without making them cost differently.
 _NUMBERING = frozenset({"layer_idx", "layer_id", "idx", "training", "block_id", "_pipeplan_router_index"})
 
@@ -61,6 +64,8 @@ def identity_of(parts: Iterable[nn.Module]) -> str:
     text = hashlib.sha256()
     for part in parts:
         for path, module in part.named_modules():
+            if STAND_IN_MARK in vars(module) or _is_half(module):
+                continue
             text.update(f"\n{path}:{type(module).__module__}.{type(module).__qualname__}".encode())
             for tables in (module._parameters, module._buffers):
                 for name, tensor in tables.items():
@@ -70,3 +75,8 @@ def identity_of(parts: Iterable[nn.Module]) -> str:
                 if name not in _NUMBERING and isinstance(value, bool | int | float | str):
                     text.update(f" {name}={value!r}".encode())
     return text.hexdigest()[:16]
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Return whether only a part of a module's work is left; what it costs is then told by the modules that do it."""
+    return any(STAND_IN_MARK in vars(child) for child in module.children())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.model.anatomy import layer_result, split_hidden
+from pipeplan.model.kinds import STAND_IN_MARK
 from pipeplan.model.shells import first_tensor, shell_of, stub_of
 
 HALF_NAMES = ("mixer", "feed_forward")
@@ -149,6 +150,7 @@ def _stand_in(module: nn.Module, answer: Callable[[Tensor], Tensor], length: int
     stub = stub_of(module, forward)
     for table in ("_parameters", "_buffers", "_modules"):
         stub.__dict__[table] = {}
+    stub.__dict__[STAND_IN_MARK] = True
     return stub
 
 
