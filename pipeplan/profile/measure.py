@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ STATE_BYTES_PER_PARAMETER = {
     "fp16": 18.0,
 }
 
+_NUM_OVERHEAD_ROUNDS = 30
 _RECOMPUTE = "recompute "  # prefix of an op's name while both ways are sampled together
 
 Callback = Callable[[int, str], None]
@@ -95,7 +96,8 @@ def measure_profile(
     target = _usable_device(device)
     name = device_name or _device_name(target)
     measured = {} if measured is None else measured
-    setting = _Setting(target, DTYPES[dtype], clock_for(target), budget)
+    clock = clock_for(target)
+    setting = _Setting(target, DTYPES[dtype], clock, budget, _call_overhead_ns(clock, target))
     inputs, labels = model.sample_batch(micro_batch_size, sequence_length, seed)
     value = _cast(inputs, target, setting.dtype)
     labels = _cast(labels, target, None)
@@ -152,6 +154,7 @@ class _Setting:
     dtype: torch.dtype
     clock: Clock
     budget: SamplingBudget
+    overhead_ns_by_op: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -161,17 +164,16 @@ class _Pass:
     run: Callable[[Any], Any]
     inputs: Any
     output_gradients: list[Tensor]
-    roots: list[Tensor]
+    outputs: Any = None
 
-    def forward(self) -> Any:
+    def forward(self) -> None:
         """Run F and keep the graph."""
-        outputs = self.run(self.inputs)
-        self.roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        return outputs
+        self.outputs = self.run(self.inputs)
 
     def backward(self) -> None:
         """Run B, or I inside a deferral; nothing where no output has a gradient."""
-        roots, self.roots = self.roots, []
+        roots = [tensor for tensor in tensors_in(self.outputs) if tensor.requires_grad]
+        self.outputs = None
         if roots:
             torch.autograd.backward(roots, self.output_gradients)
 
@@ -206,12 +208,12 @@ def _measure_layer(
     outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
 
     def start(runner: Callable[[Any], Any]) -> _Pass:
-        return _Pass(runner, make_inputs(), gradients, [])
+        return _Pass(runner, make_inputs(), gradients)
 
     store = WeightGradientStore()
     held_bytes, workspace_bytes = _measure_bytes(start(run), store, setting.device)
-    time_plain = _round(lambda: start(run), store, setting.clock)
-    time_recomputing = _round(lambda: start(run_recomputing), store, setting.clock)
+    time_plain = _round(lambda: start(run), store, setting.clock, setting.overhead_ns_by_op)
+    time_recomputing = _round(lambda: start(run_recomputing), store, setting.clock, setting.overhead_ns_by_op)
     with _without_collection():
         samples_by_op = sample(
             lambda: time_plain() | {_RECOMPUTE + op: ns for op, ns in time_recomputing().items()}, setting.budget
@@ -238,8 +240,7 @@ def _measure_bytes(one: _Pass, store: WeightGradientStore, device: torch.device)
     meter = PeakMeter(device)
     with meter.recording():
         with meter.watch(), defer_weight_gradients(store, 0):
-            outputs = one.forward()
-        del outputs
+            one.forward()
         with meter.watch(), defer_weight_gradients(store, 0):
             one.backward()
         held_bytes = store.held_bytes(0)
@@ -248,36 +249,64 @@ def _measure_bytes(one: _Pass, store: WeightGradientStore, device: torch.device)
     return held_bytes, meter.workspace_bytes
 
 
-def _round(start: Callable[[], _Pass], store: WeightGradientStore, clock: Clock) -> Callable[[], dict[str, int]]:
-    """Return a function that times F and B, then F, I and W, once."""
+def _round(
+    start: Callable[[], _Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
+) -> Callable[[], dict[str, int]]:
+    """Return a function that times F and B, then F, I and W, once, less the overhead of the calls."""
     can_split = True
 
     def run_round() -> dict[str, int]:
         nonlocal can_split
-        one = start()
-        outputs, forward_ns = clock.time(one.forward)
-        del outputs
-        _, backward_ns = clock.time(one.backward)
-        durations = {"F": forward_ns, "B": backward_ns}
-        if not can_split:
-            return durations
-        one = start()
-        with defer_weight_gradients(store, 0):
-            outputs = one.forward()
-        del outputs
+        durations: dict[str, int] = {}
+
+        def time(op: str, work: Callable[[], Any]) -> None:
+            _, duration_ns = clock.time(work)
+            durations[op] = max(0, duration_ns - overhead_ns_by_op.get(op, 0))
 
         def input_half() -> None:
             with defer_weight_gradients(store, 0):
                 one.backward()
 
-        _, durations["I"] = clock.time(input_half)
-        can_split = 0 in store
-        _, durations["W"] = clock.time(lambda: store.run(0))
-        if not can_split:
-            del durations["I"], durations["W"]
+        one = start()
+        time("F", one.forward)
+        time("B", one.backward)
+        if can_split:
+            one = start()
+            with defer_weight_gradients(store, 0):
+                one.forward()
+            time("I", input_half)
+            can_split = 0 in store
+            if can_split:
+                time("W", lambda: store.run(0))
+            else:
+                del durations["I"]
         return durations
 
     return run_round
+
+
+def _call_overhead_ns(clock: Clock, device: torch.device) -> dict[str, int]:
+    """Return what F, B, I and W cost where there is nothing to do.
+
+    A stage pays it once an op, whatever its number of layers, so it belongs to the cluster's host overheads and not to
+    any layer; left in, it would make the layers of a small model add up to more than the model.
+    """
+    value = torch.zeros(1, device=device, requires_grad=True)
+    gradient = torch.zeros(1, device=device)
+    store = WeightGradientStore()
+
+    def input_half() -> None:
+        with defer_weight_gradients(store, 0):
+            one.backward()
+
+    durations: dict[str, list[int]] = {"F": [], "B": [], "I": []}
+    for _ in range(_NUM_OVERHEAD_ROUNDS):
+        for op in ("B", "I"):
+            one = _Pass(lambda value: value.view_as(value), value, [gradient])
+            durations["F"].append(clock.time(one.forward)[1])
+            durations[op].append(clock.time(one.backward if op == "B" else input_half)[1])
+    overhead = {op: Samples(tuple(found)).median_ns for op, found in durations.items()}
+    return {**overhead, "W": overhead["B"]}  # W is one call of the engine too
 
 
 @contextmanager
