@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-from pipeplan.deepspeed_config import refuse_unsupported
+from pipeplan.deepspeed_config import DIGEST_KEY, refuse_unsupported
 from pipeplan.errors import LaunchError
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
@@ -67,7 +67,7 @@ def initialize(
     )
     content = _load_config(args, config if config is not None else config_params)
     refuse_unsupported(content)
-    _refuse_what_the_plan_decides(content)
+    _check_against_plan(content, model)
     config_class = DeepSpeedConfig(content, model.mpu())
     deepspeed.set_optimizer_flags(config_class, model)
     _check_micro_batches(config_class, model)
@@ -103,7 +103,14 @@ def _load_config(args: Any, config: str | Path | dict[str, Any] | None) -> dict[
     return content
 
 
-def _refuse_what_the_plan_decides(config: dict[str, Any]) -> None:
+def _check_against_plan(config: dict[str, Any], model: PlannedPipelineModule) -> None:
+    section = config.get(DIGEST_KEY)
+    digest = section.get("digest") if isinstance(section, dict) else None
+    if digest is not None and digest != model.runnable.plan.digest:
+        raise LaunchError(
+            f"the DeepSpeed config belongs to another plan ({digest[:19]}) than the one that runs "
+            f"({model.runnable.plan.digest[:19]}); use the ds_config.json of the plan's own folder"
+        )
     pipeline = config.get("pipeline", {})
     if isinstance(pipeline, dict) and pipeline.get("activation_checkpoint_interval"):
         raise LaunchError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ SAMPLES = 2
 AUXILIARY_WEIGHT = 0.02
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
+BASE_SEED = 77
+FIRST_EVALUATED = 5000  # the first micro-batch of every evaluation
 
 
 class Embedding(nn.Module):
@@ -105,6 +109,14 @@ class Perceptron(nn.Module):
     def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, auxiliary = boundary
         return hidden + self.down(functional.gelu(self.up(self.norm(hidden)))), auxiliary
+
+
+class Dropping(Perceptron):
+    """An MLP with dropout."""
+
+    def forward(self, boundary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, auxiliary = super().forward(boundary)
+        return functional.dropout(hidden, 0.3, training=self.training), auxiliary
 
 
 class Head(nn.Module):
@@ -196,6 +208,7 @@ CLASSES_BY_MODEL: dict[str, tuple[type[nn.Module], ...]] = {
     "tied": (Embedding, *_BODY, Head),
     "tied-thrice": (Embedding, *_BODY[:3], Echo, *_BODY[3:], Head),
     "scaled": (Embedding, Attention, Scale, Scale, Perceptron, Head),
+    "dropout": (Embedding, Dropping, Attention, Dropping, Experts, Dropping, Head),
     "mixed": (Packing, Mixing, Mixing, Mixing, Mixing, Unpacking),
 }
 
@@ -252,49 +265,89 @@ def build_all(model: str) -> list[nn.Module]:
     return layers
 
 
-def run(layers: Sequence[Callable[[Any], Any]], inputs: Any) -> Any:
-    """Return what the last layer returns."""
-    for layer in layers:
+def run(layers: Sequence[Callable[[Any], Any]], inputs: Any, seed: int | None = None) -> Any:
+    """Return what the last layer returns; with ``seed``, torch is seeded with it plus the index before each layer."""
+    for index, layer in enumerate(layers):
+        if seed is not None:
+            torch.manual_seed(seed + index)
         inputs = layer(inputs)
     return inputs
 
 
 def train_in_one_process(
-    model: str, *, num_steps: int, num_micro_batches: int, num_replicas: int = 1, max_norm: float = 1e9
+    model: str,
+    *,
+    num_steps: int,
+    num_micro_batches: int,
+    num_replicas: int = 1,
+    max_norm: float = 1e9,
+    is_bf16: bool = False,
+    is_seeded: bool = False,
+    evaluations: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Train the layers in a row with SGD and momentum.
 
+    Args:
+        is_bf16: Run the layers in bf16; keep the weights and sum the gradients in fp32.
+        is_seeded: Seed before each layer by micro-batch and layer, the way DeepSpeed's ``seed_layers`` counts.
+        evaluations: Numbers of micro-batches to evaluate before a step.
+
     Returns:
-        ``losses`` and ``norms`` by step, ``gradients`` of the first step and final ``weights`` by "LAYER.NAME".
+        ``losses`` and ``norms`` by step, ``evaluations``, ``gradients`` of the first step and final ``weights``
+        by "LAYER.NAME".
     """
     layers = build_all(model)
-    named = {f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    parameters = list({id(p): p for p in named.values()}.values())
+    masters = {f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    running = [copy.deepcopy(layer).to(torch.bfloat16) for layer in layers] if is_bf16 else layers
+    if is_bf16 and model.startswith("tied"):
+        running[-1].weight = running[0].weight
+    run_with = {f"{i}.{name}": p for i, layer in enumerate(running) for name, p in layer.named_parameters()}
+    parameters = list({id(p): p for p in masters.values()}.values())
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}, "evaluations": []}
     for step in range(num_steps):
+        for count in (evaluations or {}).get(step, ()):
+            result["evaluations"].append(_evaluate(running, count))
         total = 0.0
-        for replica in range(num_replicas):
-            for number in range(num_micro_batches):
-                inputs, labels = micro_batch(step * num_micro_batches + number, replica)
-                loss = loss_function(run(layers, inputs), labels) / (num_micro_batches * num_replicas)
-                loss.backward()
-                total += loss.item()
+        for replica, number in itertools.product(range(num_replicas), range(num_micro_batches)):
+            index = step * num_micro_batches + number
+            inputs, labels = micro_batch(index, replica)
+            loss = loss_function(run(running, inputs, BASE_SEED * (index + 2) if is_seeded else None), labels)
+            (loss / num_micro_batches).backward()
+            total += loss.item() / (num_micro_batches * num_replicas)
+            if is_bf16:
+                _move_gradients(run_with, masters)
+        for parameter in parameters:
+            parameter.grad /= num_replicas
         result["losses"].append(total)
         if step == 0:
-            result["gradients"] = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+            result["gradients"] = {name: p.grad.clone() for name, p in masters.items()}
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    result["weights"] = {name: p.detach().clone() for name, p in named.items()}
+        if is_bf16:
+            for name, master in masters.items():
+                run_with[name].data.copy_(master.data)
+    result["weights"] = {name: p.detach().clone() for name, p in run_with.items()}
     return result
 
 
-def evaluate_in_one_process(layers: Sequence[nn.Module], first: int, num_micro_batches: int) -> float:
-    """Return the mean loss of micro-batches from ``first`` on."""
+def _move_gradients(run_with: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+    """Add the bf16 gradients of one micro-batch to those of the fp32 weights."""
+    moved: set[int] = set()
+    for name, parameter in run_with.items():
+        if id(parameter) not in moved and parameter.grad is not None:
+            moved.add(id(parameter))
+            gradient = parameter.grad.float()
+            masters[name].grad = gradient if masters[name].grad is None else masters[name].grad + gradient
+            parameter.grad = None
+
+
+def _evaluate(layers: Sequence[nn.Module], num_micro_batches: int) -> float:
+    """Return the mean loss of the evaluated micro-batches."""
+    losses = []
     with torch.no_grad():
-        losses = []
         for number in range(num_micro_batches):
-            inputs, labels = micro_batch(first + number)
+            inputs, labels = micro_batch(FIRST_EVALUATED + number)
             losses.append(loss_function(run(layers, inputs), labels).item())
     return sum(losses) / len(losses)
