@@ -131,6 +131,7 @@ def optimize(
                 "comparison": comparison_summary(comparison),
                 "is_deterministic": result.is_deterministic,
                 "was_interrupted": result.was_interrupted,
+                "num_ops_tried": result.num_ops_tried,
             }
         )
         return

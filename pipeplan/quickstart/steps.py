@@ -27,6 +27,7 @@ NUM_MICRO_BATCHES = 8
 MICRO_BATCH_SIZE = 2
 SEQUENCE_LENGTH = 64
 SEED = 0
+PROFILE_TIME_LIMIT_S = 20
 SEARCH_WORK_LIMIT = 500_000
 
 _NUM_WARM_UP_STEPS = 2  # DeepSpeed's first steps allocate and warm caches
@@ -90,7 +91,8 @@ def run_quickstart(folder: Path, num_steps: int, say: Say) -> QuickstartResult:
     say(f"profiling {MODEL} on this machine's CPU")
     _pipeplan(
         ["profile", MODEL, "--device", "cpu", "-o", profile,
-         "--micro-batch-size", MICRO_BATCH_SIZE, "--sequence-length", SEQUENCE_LENGTH],
+         "--micro-batch-size", MICRO_BATCH_SIZE, "--sequence-length", SEQUENCE_LENGTH,
+         "--time-limit", PROFILE_TIME_LIMIT_S],
         "profiling", scratch / "profile.log",
     )  # fmt: skip
     say(f"optimizing for {NUM_RANKS} ranks and {NUM_MICRO_BATCHES} micro-batches")

@@ -1,0 +1,7 @@
+#!/bin/sh
+# Trains jamba-1.5-large with this plan: 8 pipeline ranks.
+# Arguments are handed to train.py: --steps, --seed, --data, --losses, --init.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+exec deepspeed --num_gpus 8 --master_port "${MASTER_PORT:-29500}" \
+    "$here/train.py" --deepspeed_config "$here/ds_config.json" "$@"
