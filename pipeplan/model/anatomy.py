@@ -1,4 +1,4 @@
-"""Where a Hugging Face causal language model can be cut, found by running its own forward on the meta device."""
+"""Where a Hugging Face causal language model can be cut, found by running its own forward without its layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeplan.errors import ModelError
 from pipeplan.model.initialise import initialised_part, initialised_shell
@@ -110,13 +110,16 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
 
 def _probe(base: nn.Module, layers_name: str, what: str) -> _Probe:
     """Run the probe with the form of result that the model expects of a layer, which only trying tells."""
-    refusals: list[ModelError] = []
+    refusals: list[_RefusalError] = []
     for length in (None, 1, 2, 3):
         try:
-            return _Probe(base, layers_name, what, result_length=length)
-        except ModelError as refusal:
+            probe = _Probe(base, layers_name, what, result_length=length, follows_layers=False)
+            _Probe(base, layers_name, what, result_length=length, follows_layers=True)
+        except _RefusalError as refusal:
             refusals.append(refusal)
-    raise refusals[0]
+        else:
+            return probe
+    raise ModelError(str(max(refusals, key=lambda refusal: refusal.progress)))
 
 
 def has_weights(module: nn.Module) -> bool:
@@ -140,19 +143,37 @@ def _check_covered(base: nn.Module, covered: set[str], what: str) -> None:
             )
 
 
+class _RefusalError(ModelError):
+    """A probe's refusal; of several, the one that got furthest says most."""
+
+    def __init__(self, message: str, progress: int) -> None:
+        super().__init__(message)
+        self.progress = progress
+
+
 class _Probe:
     """One run of the base model's forward, its decoder layers left out, that notes who calls what with what.
 
     Runs on the CPU, since masks are made by code that looks at values; only modules with weights run on the meta
-    device. The output of every module is a new tensor, so that it can be recognised where it is used.
+    device. The output of every module is a new tensor, so that it can be recognised where it is used; gradients tell
+    what is computed from it.
     """
 
-    def __init__(self, base: Any, layers_name: str, what: str, *, result_length: int | None) -> None:
+    def __init__(
+        self, base: Any, layers_name: str, what: str, *, result_length: int | None, follows_layers: bool
+    ) -> None:
+        """Run the forward.
+
+        Args:
+            follows_layers: Look for layers that read what earlier layers gave, other than the hidden states, which is
+                refused; else for layers that read what the modules before the first layer gave.
+        """
         self.before: list[str] = []
         self.after: list[str] = []
         self.layers_read_embeddings = False
         self._what = what
         self.result_length = result_length
+        self._follows_layers = follows_layers
         self._hidden: Tensor | None = None
         self._num_reached = 0
         self._num_layers = len(base.get_submodule(layers_name))
@@ -170,7 +191,7 @@ class _Probe:
         try:
             with torch.enable_grad():
                 output = shell(input_ids=tokens, use_cache=False)
-        except ModelError:
+        except _RefusalError:
             raise
         except Exception as error:  # any failure of foreign code means the same: not a model that can be cut
             raise self._refusal(f"its forward fails without its decoder layers ({error})") from error
@@ -179,8 +200,10 @@ class _Probe:
         if not _is_same(output[0], self._hidden):
             raise self._refusal("it changes the hidden states after its last module")
 
-    def _refusal(self, reason: str) -> ModelError:
-        return ModelError(f"{self._what} can't be cut into layers: {reason}")
+    def _refusal(self, reason: str) -> _RefusalError:
+        return _RefusalError(
+            f"{self._what} can't be cut into layers: {reason}", self._num_reached + 2 * self._follows_layers
+        )
 
     def _layer_forward(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,14 +212,22 @@ class _Probe:
             hidden, others = split_hidden(args, kwargs)
             if index and hidden is not self._hidden:
                 raise self._refusal(f"it changes the hidden states between layers {index - 1} and {index}")
-            leaves = torch.utils._pytree.tree_leaves(others)
-            if any(isinstance(value, Tensor) and value.requires_grad for value in leaves):
-                self.layers_read_embeddings = True
+            self._check_others(index, others)
             self._num_reached += 1
-            self._hidden = torch.zeros_like(hidden, requires_grad=True)
-            return layer_result(self._hidden, self.result_length)
+            self._hidden = torch.zeros_like(hidden, requires_grad=self._follows_layers)
+            more = torch.zeros(1, requires_grad=True) if self._follows_layers else None
+            return layer_result(self._hidden, self.result_length, more)
 
         return forward
+
+    def _check_others(self, index: int, others: Others) -> None:
+        if any(isinstance(value, dict | list) for value in (*others[0], *others[1].values())):
+            raise self._refusal(f"layer {index} is given a container that layers may fill for each other")
+        leaves = tree_leaves(others)
+        if any(isinstance(value, Tensor) and value.requires_grad for value in leaves):
+            if self._follows_layers:
+                raise self._refusal(f"layer {index} reads more of the layers before it than the hidden states")
+            self.layers_read_embeddings = True
 
     def _watched(self, name: str, child: nn.Module) -> Callable[..., Any]:
         device = "meta" if has_weights(child) else "cpu"
@@ -214,21 +245,21 @@ class _Probe:
             moved_args, moved_kwargs = tree_map_only(Tensor, lambda value: value.to(device), (args, kwargs))
             output = child(*moved_args, **moved_kwargs)
             if device == "meta":
-                output = tree_map_only(Tensor, _new_on_cpu, output)
+                output = tree_map_only(Tensor, self._new_on_cpu, output)
             if self._num_reached:
                 self._hidden = output
             return output
 
         return forward
 
+    def _new_on_cpu(self, value: Tensor) -> Tensor:
+        requires_grad = value.is_floating_point() and not self._follows_layers
+        return torch.zeros(value.shape, dtype=value.dtype, requires_grad=requires_grad)
+
 
 def _is_same(output: Tensor, hidden: Tensor | None) -> bool:
     """Return whether ``output`` is ``hidden`` or a view of all of it."""
     return hidden is not None and output.shape == hidden.shape and output.data_ptr() == hidden.data_ptr()
-
-
-def _new_on_cpu(value: Tensor) -> Tensor:
-    return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.is_floating_point())
 
 
 Others = tuple[tuple[Any, ...], dict[str, Any]]
@@ -243,6 +274,6 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     return others.pop("hidden_states"), ((), others)
 
 
-def layer_result(hidden: Tensor, length: int | None) -> Any:
-    """Return ``hidden`` in the form in which a decoder layer returns it: alone, or first in a tuple."""
-    return hidden if length is None else (hidden, *[None] * (length - 1))
+def layer_result(hidden: Tensor, length: int | None, more: Any = None) -> Any:
+    """Return ``hidden`` in the form in which a decoder layer returns it: alone, or first in a tuple, then ``more``."""
+    return hidden if length is None else (hidden, *[more] * (length - 1))

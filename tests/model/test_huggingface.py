@@ -168,12 +168,29 @@ def test_an_unknown_key_in_a_batch_is_named() -> None:
         embedding({"input_ids": tokens, "attention_masks": tokens})
 
 
-def test_a_family_that_cannot_be_cut_is_refused_by_name() -> None:
-    """A model whose forward does more between its layers than hand on hidden states is refused, with the reason."""
-    config = {
-        "model_type": "gemma3n_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 10,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
-        "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
-    }  # fmt: skip
-    with pytest.raises(ModelError, match="Gemma3nForCausalLM can't be cut into layers"):
-        layers_from_config(config, name="gemma3n")
+UNCUTTABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma3n": (
+        {
+            "model_type": "gemma3n_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 10,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
+            "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+        },
+        "Gemma3nForCausalLM can't be cut into layers",
+    ),
+    "rwkv": (
+        {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 96},
+        "RwkvForCausalLM can't be cut into layers: layer 1 reads more of the layers before it than the hidden states",
+    ),
+    "opt": (
+        {"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "OPTForCausalLM can't be cut into layers: OPTModel has no list of decoder layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(UNCUTTABLE))
+def test_a_family_that_cannot_be_cut_is_refused_by_name(family: str) -> None:
+    """A model whose layers hand each other more than one boundary can hold is refused, with the reason."""
+    config, message = UNCUTTABLE[family]
+    with pytest.raises(ModelError, match=message):
+        layers_from_config(config, name=family)
