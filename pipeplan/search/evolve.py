@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pipeplan.search.instance import Costs, Instance, allocate_costs, fill_costs
-from pipeplan.search.list_scheduler import Listing, Rules, list_schedule
+from pipeplan.search.list_scheduler import TOO_LONG, Listing, Rules, list_schedule
 from pipeplan.search.randomness import bell, below, uniform
 
 IntArray = NDArray[np.int64]
@@ -25,6 +25,7 @@ DEFAULT_KNOBS = np.array([1.0, 1.0, 1.2, 1.0, 0.1, 0.5, 6.0, 1.0, 1.0])
 
 NO_MEMORY_SCORE = 1e18
 TIES_APART_SCORE = 4e18
+TOO_LONG_SCORE = 8e18
 
 
 class Genome(NamedTuple):
@@ -35,6 +36,7 @@ class Genome(NamedTuple):
         ranks: [num_stages], rank of each stage.
         knobs: [NUM_KNOBS], of the list scheduler.
         limit_change: [num_stages], added to the limit on what is in flight that the knobs give.
+        urgency: [2, num_stages], how much earlier than the knobs say F and the backward are due, in the knobs' unit.
         is_fused: [num_stages], whether the backward runs whole.
         is_recomputed: [num_stages].
     """
@@ -43,6 +45,7 @@ class Genome(NamedTuple):
     ranks: IntArray
     knobs: FloatArray
     limit_change: IntArray
+    urgency: FloatArray
     is_fused: NDArray[np.bool_]
     is_recomputed: NDArray[np.bool_]
 
@@ -112,8 +115,11 @@ def group_stages(ranks, stages_of_rank, stage_offsets):  # type: ignore[no-untyp
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def schedule_genome(instance, genome, workshop):  # type: ignore[no-untyped-def]
-    """Return the score of a genome, its makespan if it fits; the order is left in the workshop's listing."""
+def schedule_genome(instance, genome, workshop, longest_ns):  # type: ignore[no-untyped-def]
+    """Return the score of a genome, its makespan if it fits; the order is left in the workshop's listing.
+
+    ``TOO_LONG_SCORE`` stands for any makespan above ``longest_ns``.
+    """
     costs = workshop.costs
     num_stages = genome.atoms.shape[0]
     num_ranks = workshop.stage_offsets.shape[0] - 1
@@ -143,11 +149,11 @@ def schedule_genome(instance, genome, workshop):  # type: ignore[no-untyped-def]
     knobs = genome.knobs
     position = 0.0
     for stage in range(num_stages):
-        workshop.due_forward_ns[stage] = np.int64(position)
+        workshop.due_forward_ns[stage] = np.int64(position - genome.urgency[0, stage] * unit)
         position += knobs[FORWARD_SPREAD] * (duration[stage, 0] + costs.forward_transfer_ns[stage])
     position -= knobs[BACKWARD_FIRST] * unit
     for stage in range(num_stages - 1, -1, -1):
-        workshop.due_backward_ns[stage] = np.int64(position)
+        workshop.due_backward_ns[stage] = np.int64(position - genome.urgency[1, stage] * unit)
         kind = 1 if workshop.is_fused[stage] else 2
         position += knobs[BACKWARD_SPREAD] * (duration[stage, kind] + costs.backward_transfer_ns[stage])
     round_trip = 0.0
@@ -169,10 +175,12 @@ def schedule_genome(instance, genome, workshop):  # type: ignore[no-untyped-def]
         np.int64(knobs[W_BACKLOG] * unit),
     )
     makespan = list_schedule(
-        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets,
+        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets, np.int64(min(longest_ns, 4e18)),
         workshop.listing,
     )  # fmt: skip
-    return np.float64(makespan) if makespan >= 0 else NO_MEMORY_SCORE
+    if makespan >= 0:
+        return np.float64(makespan)
+    return TOO_LONG_SCORE if makespan == TOO_LONG else NO_MEMORY_SCORE
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -182,6 +190,7 @@ def assign(target, source):  # type: ignore[no-untyped-def]
     target.ranks[:] = source.ranks
     target.knobs[:] = source.knobs
     target.limit_change[:] = source.limit_change
+    target.urgency[:] = source.urgency
     target.is_fused[:] = source.is_fused
     target.is_recomputed[:] = source.is_recomputed
 
@@ -210,28 +219,68 @@ def shift_boundaries(atoms, ranks, state):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
+def _balance_ranks(instance, genome, state):  # type: ignore[no-untyped-def]
+    """Move an atom off a rank with much work, or onto one with little; return whether it could."""
+    num_stages = genome.atoms.shape[0]
+    work = np.zeros(instance.slowdown.shape[0], dtype=np.float64)
+    first = 0
+    for stage in range(num_stages):
+        last = first + genome.atoms[stage]
+        rank = genome.ranks[stage]
+        again = 1 if genome.is_recomputed[stage] else 0
+        for kind in (0, 2, 3):
+            sums = instance.time_sums[again, rank]
+            work[rank] += (sums[last, kind] - sums[first, kind]) * instance.slowdown[rank]
+        first = last
+    for rank in range(work.shape[0]):
+        work[rank] *= 1.0 + 0.03 * uniform(state)
+    donor_rank, taker_rank = work.argmax(), work.argmin()
+    choice = uniform(state)
+    donor, taker = -1, -1
+    for _ in range(2 * num_stages):
+        stage = below(state, num_stages)
+        if donor < 0 and genome.atoms[stage] > 1 and (choice < 0.3 or genome.ranks[stage] == donor_rank):
+            donor = stage
+        stage = below(state, num_stages)
+        if taker < 0 and stage != donor and (choice > 0.7 or genome.ranks[stage] == taker_rank):
+            taker = stage
+    if donor < 0 or taker < 0 or donor == taker:
+        return False
+    genome.atoms[donor] -= 1
+    genome.atoms[taker] += 1
+    return True
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
     num_stages = genome.atoms.shape[0]
     changed = False
     while not changed:
         choice = uniform(state)
-        if choice < 0.55:
+        if choice < 0.50:
             if freedom.boundaries:
-                changed = shift_boundaries(genome.atoms, genome.ranks, state)
+                if uniform(state) < 0.4:
+                    changed = _balance_ranks(instance, genome, state)
+                else:
+                    changed = shift_boundaries(genome.atoms, genome.ranks, state)
                 if uniform(state) < 0.25:
                     changed = shift_boundaries(genome.atoms, genome.ranks, state) or changed
             elif num_stages < 2 or uniform(state) < 0.5:
                 choice = 0.6
-        if 0.55 <= choice < 0.80:
+        if 0.50 <= choice < 0.80:
             knob = below(state, NUM_KNOBS)
             scale = KNOB_STEP[knob] * (1.0 if uniform(state) < 0.8 else 3.0)
             value = genome.knobs[knob] + bell(state) * scale
             genome.knobs[knob] = min(max(value, KNOB_LOW[knob]), KNOB_HIGH[knob])
             changed = True
-        elif 0.80 <= choice < 0.90:
+        elif 0.80 <= choice < 0.84:
             genome.limit_change[below(state, num_stages)] += 1 if uniform(state) < 0.5 else -1
             changed = True
-        elif 0.90 <= choice < 0.94:
+        elif 0.84 <= choice < 0.92:
+            scale = 0.3 if uniform(state) < 0.7 else 1.5
+            genome.urgency[below(state, 2), below(state, num_stages)] += bell(state) * scale
+            changed = True
+        elif 0.92 <= choice < 0.95:
             if freedom.ranks:
                 one, other = below(state, instance.slowdown.shape[0]), below(state, instance.slowdown.shape[0])
                 for stage in range(num_stages):
@@ -240,12 +289,12 @@ def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
                     elif genome.ranks[stage] == other:
                         genome.ranks[stage] = one
                 changed = one != other
-        elif 0.94 <= choice < 0.97:
+        elif 0.95 <= choice < 0.975:
             if freedom.fusion:
                 stage = below(state, num_stages)
                 genome.is_fused[stage] = not genome.is_fused[stage]
                 changed = True
-        elif choice >= 0.97 and freedom.recomputation:
+        elif choice >= 0.975 and freedom.recomputation:
             stage = below(state, num_stages)
             genome.is_recomputed[stage] = not genome.is_recomputed[stage]
             changed = True
@@ -264,20 +313,25 @@ def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
 def evolve(  # type: ignore[no-untyped-def]
     instance, current, best, trial, scores, workshop, freedom, num_steps, hot, cold, state
 ):  # fmt: skip
-    """Anneal from ``current`` for ``num_steps`` steps; keep the best genome in ``best``.
+    """Anneal from ``current`` for ``num_steps`` steps; keep the best genome in ``best``; return the ops scheduled.
 
     ``scores``, [2], holds the score of ``current`` and of ``best`` and is updated. ``hot`` and ``cold`` are temperatures
     as shares of the makespan.
     """
+    num_ops = 0
     for step in range(num_steps):
         assign(trial, current)
         _mutate(instance, trial, freedom, state)
-        score = schedule_genome(instance, trial, workshop)
         scale = scores[1] if scores[1] < NO_MEMORY_SCORE else 1e8  # without a fit, scores count bytes
         temperature = hot * (cold / hot) ** (step / num_steps) * scale
-        if score <= scores[0] or uniform(state) < np.exp((scores[0] - score) / temperature):
+        threshold = scores[0] - temperature * np.log(max(uniform(state), 1e-300))
+        workshop.listing.counts[:] = 0
+        score = schedule_genome(instance, trial, workshop, threshold)
+        num_ops += workshop.listing.counts.sum() + 2 * trial.atoms.shape[0]
+        if score <= threshold:
             assign(current, trial)
             scores[0] = score
             if score < scores[1]:
                 assign(best, trial)
                 scores[1] = score
+    return num_ops

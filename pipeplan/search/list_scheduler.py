@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 FAR = np.int64(1) << np.int64(62)
 STALLED = -1
 TOO_LITTLE_MEMORY = -2
+TOO_LONG = -3
 
 
 class Rules(NamedTuple):
@@ -62,8 +63,10 @@ def pack(stage, kind, micro_batch):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets, listing):  # type: ignore[no-untyped-def]
+def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets, longest_ns, listing):  # type: ignore[no-untyped-def]
     """Return the makespan of the order written to ``listing``; ``STALLED`` or ``TOO_LITTLE_MEMORY`` if there is none.
+
+    Gives up with ``TOO_LONG`` as soon as a rank can't be done by ``longest_ns``.
 
     ``stages_of_rank`` holds the stages of rank r at [stage_offsets[r], stage_offsets[r + 1]), ascending.
     """
@@ -88,8 +91,13 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
     pending_bytes = np.zeros(num_ranks, dtype=np.int64)  # held for W that could run now
     pending_ns = np.zeros(num_ranks, dtype=np.int64)
     full = np.zeros(num_ranks, dtype=np.int64)
+    left_ns = costs.tail_ns.copy()  # what each rank still has to do
     for stage in range(num_stages):
         full[rank_of[stage]] += activation[stage]
+        left_ns[rank_of[stage]] += num_micro_batches * (
+            duration[stage, 0]
+            + (duration[stage, 1] if rules.is_fused[stage] else duration[stage, 2] + duration[stage, 3])
+        )
     for rank in range(num_ranks):
         if full[rank] > room[rank]:
             return TOO_LITTLE_MEMORY
@@ -108,6 +116,8 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                 rank = other
         if rank < 0:
             return STALLED
+        if now + left_ns[rank] > longest_ns:
+            return TOO_LONG
 
         best_stage, best_kind, best_due = -1, 0, FAR
         soon, soon_due = FAR, FAR  # the next arrival, and the due time of the most urgent op to come
@@ -187,6 +197,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                 room[rank] += held[stage]
                 pending_bytes[rank] -= held[stage]
                 pending_ns[rank] -= duration[stage, 3]
+                left_ns[rank] -= duration[stage, 3]
                 num_weights_left -= 1
                 wake[rank] = free[rank]
                 continue
@@ -202,6 +213,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
             micro_batch = next_forward[stage]
             next_forward[stage] += 1
             room[rank] -= activation[stage]
+            left_ns[rank] -= duration[stage, 0]
             target_stage, transfer = stage + 1, costs.forward_transfer_ns[stage]
             if stage > 0 and rank_of[stage - 1] != rank:
                 start += costs.wait_ns
@@ -209,6 +221,8 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
             micro_batch = next_backward[stage]
             next_backward[stage] += 1
             room[rank] += activation[stage]
+            if not rules.is_fused[stage]:
+                left_ns[rank] -= duration[stage, 2]
             if kind == 2:
                 room[rank] -= held[stage]
                 pending_bytes[rank] += held[stage]
@@ -216,6 +230,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                 num_weights_left += 1
             else:
                 ran_whole[stage, micro_batch] = True
+                left_ns[rank] -= duration[stage, 1 if rules.is_fused[stage] else 3]
             target_stage, transfer = stage - 1, costs.backward_transfer_ns[stage]
             if stage < last_stage and rank_of[stage + 1] != rank:
                 start += costs.wait_ns

@@ -43,6 +43,8 @@ IntArray = NDArray[np.int64]
 CHUNK_WORK = 1_500_000.0
 ROUND_SHARES = (0.14, 0.12, 0.12, 0.14)
 ORDER_SHARE = 0.46
+NUM_REPLICAS = 1
+KEPT_SHARE = 0.5
 HOT, COLD = 0.02, 0.0004
 ORDER_HOT, ORDER_COLD = 0.004, 0.0001
 BOUNDARY_SHARE = 0.15
@@ -104,7 +106,7 @@ class Tuner:
         """Search until the budget is used."""
         tracks = self._tracks
         for ranks in placements(self._problem, self._num_atoms):
-            tracks.append(self._track(ranks))
+            tracks.extend(self._track(ranks) for _ in range(NUM_REPLICAS))
         temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
         for number, share in enumerate(ROUND_SHARES):
             until = self._budget.fraction + share
@@ -113,7 +115,7 @@ class Tuner:
                 self._evolve(track, goal, temperatures[number], temperatures[number + 1])
                 self._offer_track(track)
             tracks.sort(key=lambda track: track.scores[1])
-            del tracks[max(3, len(tracks) // 2) :]
+            del tracks[max(3, round(len(tracks) * KEPT_SHARE)) :]
         self._search_orders(tracks)
         self._fuse()
 
@@ -127,11 +129,12 @@ class Tuner:
             ranks=rank_array,
             knobs=DEFAULT_KNOBS.copy(),
             limit_change=np.zeros(num_stages, dtype=np.int64),
+            urgency=np.zeros((2, num_stages)),
             is_fused=np.zeros(num_stages, dtype=np.bool_),
             is_recomputed=np.zeros(num_stages, dtype=np.bool_),
         )
         workshop = build_workshop(instance, num_stages, self._margin)
-        score = schedule_genome(instance, genome, workshop)
+        score = schedule_genome(instance, genome, workshop, np.inf)
         sums = instance.time_sums[0]
         freedom = Freedom(
             boundaries=fixed.partition is None,
@@ -187,11 +190,11 @@ class Tuner:
         while self._budget.fraction < min(goal, 1.0):
             done = min(1.0, (self._budget.fraction - begin) / max(goal - begin, 1e-9))
             now = hot * (cold / hot) ** done
-            evolve(
+            num_ops = evolve(
                 self._instance, track.current, track.best, track.trial, track.scores, track.workshop, track.freedom,
                 num_steps, now, now, track.state,
             )  # fmt: skip
-            self._budget.spend(num_steps * track.work_per_step)
+            self._budget.spend(float(num_ops))
             self._tell("partition, placement and rules")
         assign(track.current, track.best)
         track.scores[0] = track.scores[1]
@@ -212,8 +215,8 @@ class Tuner:
             if usable is not None:
                 self._margin[rank] += max(0, int(evaluation.peak_bytes_by_rank[rank]) - usable)
         for track in self._tracks:
-            track.scores[0] = schedule_genome(self._instance, track.current, track.workshop)
-            track.scores[1] = schedule_genome(self._instance, track.best, track.workshop)
+            track.scores[0] = schedule_genome(self._instance, track.current, track.workshop, np.inf)
+            track.scores[1] = schedule_genome(self._instance, track.best, track.workshop, np.inf)
 
     def closest_layout(self) -> tuple[Partition, Placement]:
         """Return the layout that needs least beyond the caps, for when nothing fits."""
@@ -222,7 +225,7 @@ class Tuner:
         return self._partition(closest.best.atoms), Placement(tuple(closest.best.ranks.tolist()))
 
     def _candidate_of(self, track: Track) -> Candidate:
-        schedule_genome(self._instance, track.best, track.workshop)
+        schedule_genome(self._instance, track.best, track.workshop, np.inf)
         listing = track.workshop.listing
         counts = listing.counts
         flat = np.concatenate([listing.ops[rank, : counts[rank]] for rank in range(len(counts))])
