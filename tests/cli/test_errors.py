@@ -84,7 +84,8 @@ def test_memory_cap_that_no_plan_meets(run: Run, tmp_path: Path) -> None:
     assert_refused(
         run,
         ["rank", "GB"],
-        "optimize", GOLDEN_PROFILE, "--ranks", 4, "--micro-batches", 8, "--memory-gb", 2, "-o", out,
+        "optimize", GOLDEN_PROFILE, "--ranks", 4, "--micro-batches", 8, "--memory-gb", 2,
+        "--work-limit", 50_000, "-o", out,
         folder=out,
     )  # fmt: skip
 
@@ -151,3 +152,25 @@ def test_hand_edited_order_that_hangs(run: Run, golden_plan: Path) -> None:
         assert outcome.status == 1
         assert "rank 0" in outcome.err
         assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["config.json", "does not exist"]),
+        ("", ["config.json"]),
+        ('{"model_type": "llama", "hidden_', ["config.json", "line 1"]),
+        ("[1, 2]", ["config.json"]),
+        ('{"hidden_size": 8}', ["model_type"]),
+        ('{"model_type": "lama", "hidden_size": 8}', ["lama", "llama"]),
+    ],
+    ids=["missing", "empty", "truncated", "no-object", "no-type", "unknown-type"],
+)
+def test_bad_model_config(run: Run, tmp_path: Path, content: str | None, words: list[str]) -> None:
+    """A missing, malformed or truncated config, and an unknown model type with its nearest name, leave no profile."""
+    config = tmp_path / "config.json"
+    if content is not None:
+        config.write_text(content)
+    out = tmp_path / "profile.yaml"
+    assert_refused(run, words, "profile", config, "-o", out)
+    assert not out.exists()
