@@ -7,10 +7,11 @@ of waits can close (see ``post_receives`` and ``wait_for_sends`` for the two pla
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,14 +19,13 @@ from pipeplan.cluster import Cluster
 from pipeplan.plan.check import check_plan
 from pipeplan.plan.types import Plan, QueueModel
 from pipeplan.profile.types import Profile
-from pipeplan.program.boundaries import Boundaries, messages_between_ranks
+from pipeplan.program.boundaries import PAYLOAD_BY_RESULT, Boundaries
 from pipeplan.program.deadlock import refuse_deadlocked_order
 from pipeplan.program.types import (
     Compute,
     Instruction,
     Message,
     OptimizerStep,
-    Payload,
     Program,
     Receive,
     ReduceReplicas,
@@ -37,7 +37,7 @@ from pipeplan.program.types import (
 from pipeplan.simulate.clock import run_clock
 from pipeplan.simulate.costs import CostTable
 from pipeplan.simulate.dependencies import ResultKind
-from pipeplan.simulate.encoding import encode_order
+from pipeplan.simulate.encoding import EncodedOrder, IntArray, encode_order
 
 RECEIVE_AHEAD = 2
 """Ops between the posting of a receive and its use: early enough to overlap, late enough to keep few buffers."""
@@ -46,31 +46,31 @@ TAIL: tuple[Instruction, ...] = (ReduceTied(), ReduceReplicas(), OptimizerStep()
 """What every rank ends with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """When the ops of a plan run in a simulation, rank after rank in one list.
+    """When the ops of a plan run in a simulation.
 
     Attributes:
-        offsets: The ops of rank r are [offsets[r], offsets[r + 1]).
+        order: The ops as arrays, rank after rank; elsewhere, an op is its index there.
         start_ns, end_ns: By op; every op takes at least 1 ns, so that ends strictly grow along dependencies.
-        arrival_ns: By message, when its transfer is over.
+        arrival_ns: [2, num_stages, num_micro_batches], by result kind, source stage and micro-batch.
     """
 
-    offsets: Sequence[int]
-    start_ns: Sequence[int]
-    end_ns: Sequence[int]
-    arrival_ns: dict[Message, int]
+    order: EncodedOrder
+    start_ns: IntArray
+    end_ns: IntArray
+    arrival_ns: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A message between two ranks; ops are indices into ``Times``."""
+class Transfer(NamedTuple):
+    """A message between two ranks; producer and consumer are ops by their index, ``arrival_ns`` is simulated."""
 
     message: Message
     source_rank: int
     target_rank: int
     producer: int
     consumer: int
+    arrival_ns: int
 
 
 def lower(
@@ -115,43 +115,40 @@ def time_ops(plan: Plan, profile: Profile, cluster: Cluster, queue_model: QueueM
     clocked = run_clock(costs, encoded, plan.num_micro_batches, queue_model)
     if clocked.num_done < encoded.num_ops:
         refuse_deadlocked_order(plan.order, plan.num_stages)
-    ends_by_payload = {
-        Payload.ACTIVATION: clocked.message_end_ns[ResultKind.FORWARD].tolist(),
-        Payload.GRADIENT: clocked.message_end_ns[ResultKind.INPUT_GRADIENT].tolist(),
-    }
-    arrival_ns = {
-        message: ends_by_payload[message.payload][message.source_stage][message.micro_batch]
-        for message in messages_between_ranks(plan.placement.rank_by_stage, plan.num_micro_batches)
-    }
-    return Times(encoded.offsets.tolist(), clocked.start_ns.tolist(), clocked.end_ns.tolist(), arrival_ns)
+    return Times(encoded, clocked.start_ns, clocked.end_ns, clocked.message_end_ns)
 
 
 def order_transfers(plan: Plan, times: Times) -> list[Transfer]:
     """Return the messages between ranks by their producer's end, ties by stage, micro-batch and payload."""
-    rank_by_stage = plan.placement.rank_by_stage
-    producer: dict[Message, int] = {}
-    consumer: dict[Message, int] = {}
-    boundaries = Boundaries(plan.num_stages)
-    for index, op in enumerate(op for ops in plan.order for op in ops):
-        made, used = boundaries.made(op), boundaries.used(op)
-        if made is not None:
-            producer[made] = index
-        if used is not None:
-            consumer[used] = index
-
-    def place(message: Message) -> tuple[int, int, int, str]:
-        return times.end_ns[producer[message]], message.source_stage, message.micro_batch, message.payload.value
-
-    return [
-        Transfer(
-            message,
-            rank_by_stage[message.source_stage],
-            rank_by_stage[message.target_stage],
-            producer[message],
-            consumer[message],
+    num_stages, num_micro_batches = plan.num_stages, plan.num_micro_batches
+    order, boundaries = times.order, Boundaries(num_stages)
+    made = boundaries.made_codes[order.stage, order.kind]
+    used = boundaries.used_codes[order.stage, order.kind]
+    producer, consumer = np.full((2, 2 * num_stages * num_micro_batches), -1, dtype=np.int64)
+    for by_message, codes in ((producer, made), (consumer, used)):
+        ops = np.flatnonzero(codes >= 0)
+        by_message[codes[ops] * num_micro_batches + order.micro_batch[ops]] = ops
+    rank_by_op = np.repeat(np.arange(order.num_ranks), np.diff(order.offsets))
+    sent = np.flatnonzero((producer >= 0) & (rank_by_op[producer] != rank_by_op[consumer]))
+    payload, source, micro_batch = np.unravel_index(sent, times.arrival_ns.shape)
+    sent = sent[np.lexsort((payload, micro_batch, source, times.end_ns[producer[sent]]))]
+    payload, source, micro_batch = np.unravel_index(sent, times.arrival_ns.shape)
+    payloads = [PAYLOAD_BY_RESULT[kind] for kind in ResultKind]
+    messages = (
+        Message(stage, payloads[number], index)
+        for stage, number, index in zip(source.tolist(), payload.tolist(), micro_batch.tolist(), strict=True)
+    )
+    return list(
+        map(
+            Transfer,
+            messages,
+            rank_by_op[producer[sent]].tolist(),
+            rank_by_op[consumer[sent]].tolist(),
+            producer[sent].tolist(),
+            consumer[sent].tolist(),
+            times.arrival_ns.ravel()[sent].tolist(),
         )
-        for message in sorted(times.arrival_ns, key=place)
-    ]
+    )
 
 
 def queue_at(queue_model: QueueModel, rank: int, source_rank: int, target_rank: int) -> Hashable:
@@ -176,22 +173,25 @@ def post_receives(
     its message is made.
     """
     gaps = [0] * len(transfers)
+    offsets = times.order.offsets.tolist()
+    shares_queue_with_sends = queue_model is not QueueModel.ORDERED_PAIR
     posts_by_queue: dict[Hashable, list[int]] = defaultdict(list)  # ~number for a send, number for a receive
     for number, transfer in enumerate(transfers):
-        ends = transfer.source_rank, transfer.target_rank
-        posts_by_queue[queue_at(queue_model, transfer.source_rank, *ends)].append(~number)
-        posts_by_queue[queue_at(queue_model, transfer.target_rank, *ends)].append(number)
+        source, target = transfer.source_rank, transfer.target_rank
+        posts_by_queue[queue_at(queue_model, source, source, target)].append(~number)
+        posts_by_queue[queue_at(queue_model, target, source, target)].append(number)
+    end_ns = times.end_ns.tolist() if shares_queue_with_sends else []
     for posts in posts_by_queue.values():
-        latest = len(times.end_ns)
+        latest = times.order.num_ops
         for post in reversed(posts):
             if post < 0:
                 latest = transfers[~post].producer
                 continue
             transfer = transfers[post]
-            first, last = times.offsets[transfer.target_rank], times.offsets[transfer.target_rank + 1]
+            first = offsets[transfer.target_rank]
             wanted = max(first, transfer.consumer - receive_ahead)
-            if queue_model is not QueueModel.ORDERED_PAIR:
-                wanted = min(wanted, bisect_left(times.end_ns, times.end_ns[transfer.producer] + 1, first, last))
+            if shares_queue_with_sends:
+                wanted = min(wanted, bisect_right(end_ns, end_ns[transfer.producer], first, transfer.consumer))
             latest = gaps[post] = min(wanted, latest)
         earliest = 0
         for post in posts:
@@ -208,15 +208,14 @@ def wait_for_sends(transfers: Sequence[Transfer], times: Times, receive_gaps: Se
     That is the first op which starts, in the simulation, after the receive has been posted and the transfer is over:
     then the wait costs nothing, closes no circle, and the tensors are let go as soon as they can be.
     """
+    offsets, start_ns, end_ns = times.order.offsets.tolist(), times.start_ns.tolist(), times.end_ns.tolist()
     gaps = []
     for transfer, receive_gap in zip(transfers, receive_gaps, strict=True):
-        over_ns = times.arrival_ns[transfer.message]
-        if receive_gap > times.offsets[transfer.target_rank]:
-            posted_ns = times.end_ns[receive_gap - 1]
-            moving_ns = over_ns - times.end_ns[transfer.producer]
-            over_ns = max(over_ns, posted_ns + moving_ns)
-        last = times.offsets[transfer.source_rank + 1]
-        gaps.append(bisect_left(times.start_ns, over_ns, transfer.producer + 1, last))
+        over_ns = transfer.arrival_ns
+        if receive_gap > offsets[transfer.target_rank]:
+            moving_ns = over_ns - end_ns[transfer.producer]
+            over_ns = max(over_ns, end_ns[receive_gap - 1] + moving_ns)
+        gaps.append(bisect_left(start_ns, over_ns, transfer.producer + 1, offsets[transfer.source_rank + 1]))
     return gaps
 
 
@@ -240,10 +239,10 @@ def write_instructions(
         send_by_op[transfer.producer] = Send(transfer.message)
         wait_by_op[transfer.consumer] = WaitReceive(transfer.message)
     instructions_by_rank: list[tuple[Instruction, ...]] = []
+    offsets = times.order.offsets.tolist()
     for rank, ops in enumerate(plan.order):
         steps: list[Instruction] = []
-        index = times.offsets[rank]
-        for index, op in enumerate(ops, start=times.offsets[rank]):
+        for index, op in enumerate(ops, start=offsets[rank]):
             steps.extend(receives.get(index, ()))
             steps.extend(waits.get((rank, index), ()))
             if index in wait_by_op:
@@ -251,7 +250,7 @@ def write_instructions(
             steps.append(Compute(op))
             if index in send_by_op:
                 steps.append(send_by_op[index])
-        steps.extend(waits.get((rank, times.offsets[rank + 1]), ()))
+        steps.extend(waits.get((rank, offsets[rank + 1]), ()))
         steps.extend(TAIL)
         instructions_by_rank.append(tuple(steps))
     return tuple(instructions_by_rank)

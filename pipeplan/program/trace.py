@@ -12,6 +12,8 @@ from pydantic import Field
 from pipeplan.errors import FileFormatError, PlanError
 from pipeplan.files import Document, FlowList, check_format, dump_yaml, parse_document, read_yaml, write_text
 from pipeplan.plan.layout import Partition, Placement
+from pipeplan.plan.ops import Order
+from pipeplan.plan.types import Plan
 from pipeplan.program.types import Compute, Instruction, Message, Payload, Send, WaitReceive, parse_instruction
 from pipeplan.simulate import ResultKind, TimedOp, TimedTransfer, Timeline
 from pipeplan.units import ms_from_ns, ns_from_ms, ns_from_us, us_from_ns
@@ -87,6 +89,18 @@ class Trace:
     def finish_ns(self) -> int:
         """When the batch was over on every rank."""
         return max(rank.finish_ns for rank in self.ranks)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran, as far as the trace tells: without the digest of a profile and without a prediction."""
+        return Plan(
+            model=self.model,
+            num_micro_batches=self.num_micro_batches,
+            partition=self.partition,
+            placement=self.placement,
+            order=Order.of([timed.op for timed in rank.ops] for rank in self.ranks),
+            recomputed_stages=self.recomputed_stages,
+        )
 
     @property
     def timeline(self) -> Timeline:

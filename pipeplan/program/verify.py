@@ -19,7 +19,8 @@ from pipeplan.profile.types import Profile
 from pipeplan.program.boundaries import Boundaries
 from pipeplan.program.deadlock import refuse_deadlocked_order
 from pipeplan.program.lower import TAIL, lower
-from pipeplan.program.matching import Posts, find_message_faults, find_queue_faults
+from pipeplan.program.matching import Posts, find_message_faults
+from pipeplan.program.queues import find_queue_faults
 from pipeplan.program.types import (
     Compute,
     Instruction,

@@ -28,7 +28,7 @@ def interpret(program: Program, queue_model: QueueModel) -> list[Op]:
     queues: dict[object, list[tuple[str, Message]]] = defaultdict(list)
     have: list[dict[Message, str]] = [{} for _ in rows]
     sent: set[tuple[int, Message]] = set()
-    arrived: set[tuple[int, Message]] = set()
+    arrived: dict[tuple[int, Message], str] = {}
     ran: list[Op] = []
 
     def queue_of(rank: int, peer: int, is_send: bool) -> object:
@@ -55,8 +55,10 @@ def interpret(program: Program, queue_model: QueueModel) -> list[Op]:
         elif isinstance(step, WaitSend):
             if (rank, step.message) not in sent:
                 return False
-        elif isinstance(step, WaitReceive) and (rank, step.message) not in arrived:
-            return False
+        elif isinstance(step, WaitReceive):
+            if (rank, step.message) not in arrived:
+                return False
+            have[rank][step.message] = arrived[rank, step.message]  # before the wait it may still be under way
         positions[rank] += 1
         return True
 
@@ -94,9 +96,8 @@ def interpret(program: Program, queue_model: QueueModel) -> list[Op]:
                     continue
                 outgoing.pop(0)
                 incoming.pop(0)
-                have[target][expected] = have[source][message]
                 sent.add((source, message))
-                arrived.add((target, expected))
+                arrived[target, expected] = have[source][message]
                 return True
         return False
 
