@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeplan.cli.options import ClusterFile, Json, PlanPath, ProfileFile, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pipeplan.plan.types import Plan
+    from pipeplan.simulate import Timeline
 
 
 def show(
     plan: PlanPath,
     profile: ProfileFile = None,
     cluster: ClusterFile = None,
+    measured: Annotated[
+        Path | None, typer.Option("--measured", metavar="TRACE", help="Measured trace of this plan, put beside it.")
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Write the timeline as a figure for a paper.")
     ] = None,
@@ -31,8 +40,8 @@ def show(
     from pipeplan.cli.render import rich_table, timeline_text
     from pipeplan.emit.comparison import compare_with_baselines
     from pipeplan.emit.figure import timeline_svg
-    from pipeplan.emit.summary import comparison_summary, timeline_summary
-    from pipeplan.emit.tables import bubble_table, comparison_table, memory_table
+    from pipeplan.emit.summary import comparison_summary, measured_summary, timeline_summary
+    from pipeplan.emit.tables import bubble_table, comparison_table, measured_table, memory_table
     from pipeplan.files import write_text
     from pipeplan.formats.trace import write_trace
     from pipeplan.plan.folder import load_plan
@@ -41,19 +50,40 @@ def show(
     loaded = load_plan(plan, profile, cluster)
     timeline = simulate(loaded.plan, loaded.profile, loaded.cluster)
     comparison = compare_with_baselines(loaded.plan, timeline, loaded.profile, loaded.cluster)
+    reality = None if measured is None else _measured_timeline(measured, loaded.plan)
     if svg is not None:
-        write_text(svg, timeline_svg(timeline))
+        panels = [(None, timeline)] if reality is None else [("predicted", timeline), ("measured", reality)]
+        write_text(svg, timeline_svg(*panels))
     if trace is not None:
         write_text(trace, write_trace(timeline))
     if json:
-        print_json(timeline_summary(loaded.plan, timeline) | {"comparison": comparison_summary(comparison)})
+        summary = timeline_summary(loaded.plan, timeline) | {"comparison": comparison_summary(comparison)}
+        if reality is not None:
+            summary["measured"] = measured_summary(reality)
+        print_json(summary)
     else:
-        print_result(
-            timeline_text(timeline, result_console().width),
+        width = result_console().width
+        parts: list[RenderableType] = [
+            timeline_text(timeline, width),
             rich_table(comparison_table(comparison)),
             rich_table(bubble_table(loaded.plan, timeline)),
             rich_table(memory_table(timeline, loaded.cluster)),
-        )
+        ]
+        if reality is not None:
+            parts[1:1] = [timeline_text(reality, width), rich_table(measured_table(timeline, reality))]
+        print_result(*parts)
     for path in (svg, trace):
         if path is not None and not quiet:
             print_message(f"wrote {path}")
+
+
+def _measured_timeline(path: Path, plan: Plan) -> Timeline:
+    from pipeplan.errors import PlanError
+    from pipeplan.program.trace import read_trace
+
+    trace = read_trace(path)
+    if trace.plan_digest != plan.digest:
+        raise PlanError(
+            f"{path} is the trace of another plan ({trace.plan_digest[:19]}…); train with this one to get its"
+        )
+    return trace.timeline

@@ -41,32 +41,40 @@ _PALEST = 0.55  # share of white in the last stage of a rank
 _MAX_VECTOR_OPS = 6_000  # above this the boxes become a bitmap, so that the file stays small
 
 
-def timeline_svg(timeline: Timeline, title: str | None = None, *, end_ns: int | None = None) -> str:
-    """Return the timeline as an SVG document; the same timeline gives the same bytes.
+def timeline_svg(*panels: tuple[str | None, Timeline]) -> str:
+    """Return timelines below each other at one scale, as an SVG document; the same timelines give the same bytes.
 
     Args:
-        end_ns: Right end of the time axis, to draw several plans at one scale; the timeline's own end if missing.
+        panels: Title, if any, and timeline.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     # Text stays text (small, searchable, editable); the salt keeps identifiers the same from run to run.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipeplan"}):
-        figure = draw_timeline(timeline, title, end_ns=end_ns)
+        figure = draw_timelines(*panels)
         stream = io.StringIO()
         # Without date and version the file changes only when the picture does.
         FigureCanvasSVG(figure).print_figure(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
 
 
-def draw_timeline(timeline: Timeline, title: str | None = None, *, end_ns: int | None = None) -> Figure:
-    """Return a matplotlib figure of the timeline; later stages of a rank are paler."""
+def draw_timelines(*panels: tuple[str | None, Timeline]) -> Figure:
+    """Return a matplotlib figure of timelines below each other; later stages of a rank are paler."""
     from matplotlib.figure import Figure
+
+    heights = [_MARGIN_INCHES + _ROW_INCHES * timeline.num_ranks for _, timeline in panels]
+    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    end_ms = max(max(timeline.makespan_ns for _, timeline in panels), 1) / NS_PER_MS
+    for (title, timeline), axes in zip(panels, grid[:, 0], strict=True):
+        _draw_timeline(axes, timeline, title, end_ms)
+    return figure
+
+
+def _draw_timeline(axes: Axes, timeline: Timeline, title: str | None, end_ms: float) -> None:
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(_WIDTH_INCHES, _MARGIN_INCHES + _ROW_INCHES * timeline.num_ranks), layout="constrained")
-    axes = figure.subplots()
-    end_ms = max(end_ns or timeline.makespan_ns, 1) / NS_PER_MS
     inches_per_ms = (_WIDTH_INCHES - 0.6) / end_ms
     is_bitmap = sum(len(ops) for ops in timeline.ops_by_rank) > _MAX_VECTOR_OPS
     for rank, ops in enumerate(timeline.ops_by_rank):
@@ -93,7 +101,6 @@ def draw_timeline(timeline: Timeline, title: str | None = None, *, end_ns: int |
     )
     if title:
         axes.set_title(title, loc="left", fontsize=_FONT_POINTS)
-    return figure
 
 
 def _draw_rank(axes: Axes, rank: int, ops: Sequence[TimedOp], inches_per_ms: float, *, is_bitmap: bool) -> None:

@@ -50,7 +50,7 @@ def render_report(
             ("bubble", f"{timeline.bubble_fraction:.1%}"),
             ("peak of the heaviest rank", format_gb(max(peak.total for peak in peaks))),
         ],
-        timeline_svg=Markup(_inline(timeline_svg(timeline))),  # our own drawing, not input
+        timeline_svg=Markup(_inline(timeline_svg((None, timeline)))),  # our own drawing, not input
         tables=tables,
         memory_heading=memory.heading,
         memory_bars=[_bar(peak, widest) for peak in peaks],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,10 @@ import pytest
 import pipeplan.search
 from pipeplan.cluster import read_cluster
 from pipeplan.plan.folder import load_plan
+from pipeplan.program.trace import RankTrace, TimedInstruction, Trace, write_trace
+from pipeplan.program.types import Compute
 from pipeplan.search import SearchResult
+from pipeplan.simulate import simulate
 from tests.cli.conftest import GOLDEN_PROFILE, Run
 
 OPTIONS = ("--ranks", 4, "--micro-batches", 8, "--strategy", "baselines")
@@ -133,3 +137,36 @@ def test_simulate_under_other_costs(run: Run, tmp_path: Path, golden_plan: Path)
     slow.write_text("format: pipeplan-cluster/1\nranks:\n" + "- {device: h800-sxm, slowdown: 2.0}\n" * 4)
     assert json.loads(run("simulate", golden_plan, "--cluster", slow, "--json").out)["makespan_ms"] == 2 * recorded
     assert "+100.0%" in run("simulate", golden_plan, "--cluster", slow).err
+
+
+def test_show_puts_a_measured_trace_beside_the_plan(run: Run, tmp_path: Path, golden_plan: Path) -> None:
+    """--measured shows both times of every rank and the error of the batch; another plan's trace is refused."""
+    loaded = load_plan(golden_plan)
+    timeline = simulate(loaded.plan, loaded.profile, loaded.cluster)
+    trace = Trace(
+        model=loaded.plan.model,
+        plan_digest=loaded.plan.digest,
+        num_micro_batches=loaded.plan.num_micro_batches,
+        partition=loaded.plan.partition,
+        placement=loaded.plan.placement,
+        ranks=tuple(
+            RankTrace(
+                steps=tuple(TimedInstruction(Compute(op.op), 2 * op.start_ns, 2 * op.end_ns) for op in ops),
+                finish_ns=2 * timeline.makespan_ns,
+            )
+            for ops in timeline.ops_by_rank
+        ),
+    )
+    path = tmp_path / "trace.yaml"
+    write_trace(trace, path)
+    figure = tmp_path / "both.svg"
+    outcome = run("show", golden_plan, "--measured", path, "--svg", figure)
+    assert outcome.status == 0, outcome.err
+    assert "measured (-50.0%)" in " ".join(outcome.out.split()).replace("ms measured", "measured")
+    assert "measured" in figure.read_text()
+    measured = json.loads(run("show", golden_plan, "--measured", path, "--json").out)["measured"]
+    assert measured["makespan_ms"] == pytest.approx(2 * timeline.makespan_ns / 1e6)
+    write_trace(replace(trace, plan_digest="sha256:0"), path)
+    refused = run("show", golden_plan, "--measured", path)
+    assert refused.status == 1
+    assert "another plan" in refused.err

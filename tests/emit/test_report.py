@@ -11,7 +11,7 @@ import pytest
 
 from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import ComparedPlan, Comparison, compare_with_baselines
-from pipeplan.emit.figure import COLOUR_BY_KIND, draw_timeline, shade, timeline_svg
+from pipeplan.emit.figure import COLOUR_BY_KIND, draw_timelines, shade, timeline_svg
 from pipeplan.emit.report import render_report
 from pipeplan.emit.tables import bubble_table, comparison_table, format_gb, format_ms, memory_table
 from pipeplan.plan.types import Plan
@@ -32,7 +32,7 @@ def compared(name: str, makespan_ns: int, *, fits: bool = True) -> ComparedPlan:
 
 def test_figure_has_a_box_for_every_op(timeline: Timeline) -> None:
     """The boxes of each rank start and end when its ops do."""
-    axes = draw_timeline(timeline).axes[0]
+    axes = draw_timelines((None, timeline)).axes[0]
     boxes = set()
     for collection in axes.collections:
         for path in collection.get_paths():
@@ -48,9 +48,9 @@ def test_figure_has_a_box_for_every_op(timeline: Timeline) -> None:
 
 def test_svg_is_valid_and_repeatable(timeline: Timeline) -> None:
     """The SVG is well-formed XML, refers to nothing outside, and is the same every time."""
-    svg = timeline_svg(timeline, "five layers")
+    svg = timeline_svg(("predicted", timeline), ("measured", timeline))
     ElementTree.fromstring(svg)
-    assert svg == timeline_svg(timeline, "five layers")
+    assert svg == timeline_svg(("predicted", timeline), ("measured", timeline))
     assert not [link for link in re.findall(r'href="([^"]+)"', svg) if not link.startswith("#")]
 
 
