@@ -1,0 +1,1 @@
+"""Plans: ops and orders, layouts, named orders, and the plan folder."""

@@ -116,7 +116,9 @@ def _find_plan_mismatch(program: Program, plan: Plan) -> list[Finding]:
     )
     for what, found, expected in pairs:
         if found != expected:
-            reason = f"the program's {what} is {found}, the plan's {expected}; lower the plan again"
+            reason = (
+                f"the program's {what} is {found}, the plan's {expected}; delete the program to have it lowered again"
+            )
             return [Finding(kind=FindingKind.MISMATCH, rank=0, reason=reason)]
     return []
 
@@ -136,7 +138,7 @@ def _find_op_faults(program: Program, plan: Plan) -> list[Finding]:
     for rank, (ops, expected) in enumerate(zip(ops_by_rank, plan.order, strict=True)):
         for number, (op, planned) in enumerate(zip(ops, expected, strict=True)):
             if op != planned:
-                reason = f"the plan's order has {planned} here; lower the plan again"
+                reason = f"the plan's order has {planned} here; delete the program to have it lowered again"
                 position = positions_by_rank[rank][number]
                 return [Finding(kind=FindingKind.MISMATCH, rank=rank, position=position, step=str(op), reason=reason)]
     return []
