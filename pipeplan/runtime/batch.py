@@ -51,13 +51,17 @@ class MicroBatches:
     The order of ops may ask for them in any order and, on a rank with the first and the last stage, twice.
     """
 
-    def __init__(self, fetch: Callable[[], Any], num_micro_batches: int, num_uses: int) -> None:
+    def __init__(self, fetch: Callable[[], Any], num_uses: int) -> None:
         self._fetch = fetch
-        self._num_micro_batches = num_micro_batches
         self._num_uses = num_uses
         self._num_fetched = 0
-        self._uses_left: dict[int, int] = {}
         self._kept: dict[int, Any] = {}
+        self._uses_left: dict[int, int] = {}
+
+    @property
+    def num_kept(self) -> int:
+        """Micro-batches that were fetched and are still needed."""
+        return len(self._kept)
 
     def __getitem__(self, micro_batch: int) -> Any:
         """Return (inputs, labels) of a micro-batch."""

@@ -103,7 +103,7 @@ class PlannedPipelineEngine(PipelineEngine):
         self._batch = BatchState()
         self._running = pipe_schedule.program
         num_uses = self.module.hosts_first_stage + self.module.hosts_last_stage
-        self._data = MicroBatches(self._next_batch, pipe_schedule.micro_batches, num_uses)
+        self._data = MicroBatches(self._next_batch, num_uses)
         self._channels.start_batch()
         handlers: dict[type, Callable[..., None]] = {
             kind: MethodType(method, self) for kind, method in self._INSTRUCTION_MAP.items()

@@ -36,7 +36,7 @@ class Training:
         write: Writes the plan folder under the given path and returns it.
         is_seeded: Whether every layer's forward is seeded by micro-batch and layer (dropout).
         evaluations: Numbers of micro-batches to evaluate before a step.
-        form: "sources" of pipeplan.model, or "deepspeed" for modules, LayerSpec and TiedLayerSpec.
+        form: "sources" of pipeplan.model, or "deepspeed" for modules, LayerSpec, TiedLayerSpec and a data set.
         config: Further keys of the DeepSpeed config.
     """
 
@@ -165,7 +165,13 @@ def optimized(name: str, num_ranks: int, num_micro_batches: int) -> Training:
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-BF16 = {**ZERO_1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+# DeepSpeed averages over the replicas in bf16 unless told otherwise.
+BF16 = {
+    **ZERO_1,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
 BF16_IMMEDIATE = {**BF16, "bf16": {"enabled": True, "immediate_grad_update": True}}
 
 TRAINING: tuple[Training, ...] = (
@@ -280,7 +286,7 @@ REFUSALS: tuple[Refusal, ...] = (
         name="another-model",
         num_processes=2,
         error="ModelError",
-        says=("layer 1", "'1.attention'", "'1.mixing'"),
+        says=("layer 0 of the script is '0.embedding'", "made for '0.packing'", "'mixed'"),
         placement=looped_placement(2, 1),
         order=one_f_one_b(2, 4),
         model="scaled",

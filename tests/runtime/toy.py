@@ -288,7 +288,7 @@ def train_in_one_process(
     """Train the layers in a row with SGD and momentum.
 
     Args:
-        is_bf16: Run the layers in bf16; keep the weights and sum the gradients in fp32.
+        is_bf16: Run the layers in bf16; keep the weights and sum the gradients in fp32, those of tied weights too.
         is_seeded: Seed before each layer by micro-batch and layer, the way DeepSpeed's ``seed_layers`` counts.
         evaluations: Numbers of micro-batches to evaluate before a step.
 
@@ -297,10 +297,10 @@ def train_in_one_process(
         by "LAYER.NAME".
     """
     layers = build_all(model)
+    if is_bf16:  # DeepSpeed takes its fp32 weights from the model that it has already cast
+        layers = [layer.to(torch.bfloat16).float() for layer in layers]
     masters = {f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
     running = [copy.deepcopy(layer).to(torch.bfloat16) for layer in layers] if is_bf16 else layers
-    if is_bf16 and model.startswith("tied"):
-        running[-1].weight = running[0].weight
     run_with = {f"{i}.{name}": p for i, layer in enumerate(running) for name, p in layer.named_parameters()}
     parameters = list({id(p): p for p in masters.values()}.values())
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -334,13 +334,11 @@ def train_in_one_process(
 
 def _move_gradients(run_with: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
     """Add the bf16 gradients of one micro-batch to those of the fp32 weights."""
-    moved: set[int] = set()
     for name, parameter in run_with.items():
-        if id(parameter) not in moved and parameter.grad is not None:
-            moved.add(id(parameter))
-            gradient = parameter.grad.float()
-            masters[name].grad = gradient if masters[name].grad is None else masters[name].grad + gradient
-            parameter.grad = None
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        masters[name].grad = gradient if masters[name].grad is None else masters[name].grad + gradient
+        parameter.grad = None
 
 
 def _evaluate(layers: Sequence[nn.Module], num_micro_batches: int) -> float:

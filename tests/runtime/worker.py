@@ -34,6 +34,17 @@ def batches(first: int, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tens
         first += 1
 
 
+class Samples(torch.utils.data.Dataset):
+    """The samples of the micro-batches one by one, for DeepSpeed's own data loader."""
+
+    def __len__(self) -> int:
+        return 100 * toy.SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = toy.micro_batch(index // toy.SAMPLES)
+        return inputs[index % toy.SAMPLES], labels[index % toy.SAMPLES]
+
+
 def config(case: dict[str, Any]) -> dict[str, Any]:
     """Return the DeepSpeed config of a case."""
     return {
@@ -81,7 +92,11 @@ def planned_engine(case: dict[str, Any]) -> Any:
     if "optimizer" not in case.get("config", {}):
         optimizer = torch.optim.SGD(parameters, lr=toy.LEARNING_RATE, momentum=toy.MOMENTUM)
     engine, *_ = pipeplan.runtime.initialize(
-        model=module, optimizer=optimizer, model_parameters=parameters, config=config(case)
+        model=module,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        training_data=Samples() if case.get("form") == "deepspeed" else None,
+        config=config(case),
     )
     return engine
 
@@ -107,7 +122,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
     if not engine.zero_optimization() and case["max_norm"] == NO_CLIPPING:  # otherwise they are elsewhere, or clipped
         engine.optimizer.register_step_pre_hook(keep_gradients)
-    data = batches(0, engine.grid.data_parallel_id)
+    data = None if case["form"] == "deepspeed" else batches(0, engine.grid.data_parallel_id)
     for step in range(case["num_steps"]):
         for count in case["evaluations"].get(str(step), []):
             data_of_evaluation = batches(toy.FIRST_EVALUATED, 0)
@@ -125,7 +140,7 @@ def trace(case: dict[str, Any]) -> dict[str, Any]:
     if skew_ns:
         engine.recorder.clock = lambda: time.perf_counter_ns() + skew_ns
         runtime_trace.host_identity = lambda: f"host-{dist.get_rank()}"
-    data = batches(0, engine.grid.data_parallel_id)
+    data = None if case["form"] == "deepspeed" else batches(0, engine.grid.data_parallel_id)
     messages = []
     try:
         engine.trace()
