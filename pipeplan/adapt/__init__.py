@@ -1,0 +1,1 @@
+"""What changes with measurements: calibration of costs from measured traces."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeplan import __version__
+from pipeplan.cli.calibrate import calibrate
 from pipeplan.cli.console import print_message
 from pipeplan.cli.export import export
 from pipeplan.cli.import_ import import_plan
@@ -40,6 +41,7 @@ app.command()(verify)
 app.command()(simulate)
 app.command()(export)
 app.command("import")(import_plan)
+app.command()(calibrate)
 app.command()(quickstart)
 
 
