@@ -29,7 +29,7 @@ class FindingKind(StrEnum):
     CROSSED = "crossed"
     """Two messages of one queue are sent in one order and received in another."""
     MISMATCH = "mismatch"
-    """The program is not of the plan: another digest, placement, micro-batch count or end."""
+    """An op stands where the plan's order has another."""
     OUT_OF_MEMORY = "out-of-memory"
     """A rank needs more memory than it has."""
 
@@ -84,9 +84,12 @@ class RefusedError(VerificationError):
     """
 
     def __init__(self, findings: Sequence[Finding], rows: Sequence[Sequence[object]]) -> None:
-        """Explain the first of ``findings`` on the grid of ``rows``, one row a rank."""
+        """Explain the first of ``findings`` on the grid of ``rows``, one row a rank; name all ranks short of memory."""
         self.findings = tuple(findings)
         first = self.findings[0]
+        if first.kind is FindingKind.OUT_OF_MEMORY:
+            super().__init__("\n".join(str(finding) for finding in self.findings))
+            return
         more = len(self.findings) - 1
         text = str(first) + (f" (and {more} more {'fault' if more == 1 else 'faults'})" if more else "")
         super().__init__(f"{text}\n{render_grid(rows, first)}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 
 from pipeplan.cluster import Cluster
-from pipeplan.errors import ClusterError
+from pipeplan.errors import ClusterError, VerificationError
 from pipeplan.plan.check import check_plan, find_order_faults
 from pipeplan.plan.findings import Finding, FindingKind, RefusedError
 from pipeplan.plan.ops import Op, Order
@@ -79,6 +79,7 @@ def verify(
 
     Raises:
         RefusedError: It would hang, compute something wrong or not fit; shows where on the rank x step grid.
+        VerificationError: It was lowered from another plan.
         PlanError: The plan contradicts itself or the profile.
         ClusterError: The cluster has another number of ranks.
         ProfileError: The profile lacks times that the cluster's devices need.
@@ -86,9 +87,9 @@ def verify(
     if cluster.num_ranks != plan.num_ranks:
         raise ClusterError(f"the plan is for {plan.num_ranks} ranks; the cluster has {cluster.num_ranks}")
     check_plan(plan, profile)
+    _check_same_plan(program, plan)
     model = program.queue_model if queue_model is None else queue_model
     rows = program.instructions_by_rank
-    refuse(_find_plan_mismatch(program, plan), rows)
     refuse(_find_op_faults(program, plan), rows)
     boundaries = Boundaries(program.num_stages)
     scans = [_RankScan(program, rank, boundaries) for rank in range(program.num_ranks)]
@@ -107,20 +108,19 @@ def refuse(findings: Sequence[Finding], rows: Sequence[Sequence[object]]) -> Non
         raise RefusedError(findings, rows)
 
 
-def _find_plan_mismatch(program: Program, plan: Plan) -> list[Finding]:
+def _check_same_plan(program: Program, plan: Plan) -> None:
     pairs = (
-        ("plan digest", program.plan_digest, plan.digest),
         ("number of ranks", program.num_ranks, plan.num_ranks),
         ("number of micro-batches", program.num_micro_batches, plan.num_micro_batches),
         ("placement", list(program.rank_by_stage), list(plan.placement.rank_by_stage)),
+        ("plan digest", program.plan_digest, plan.digest),
     )
     for what, found, expected in pairs:
         if found != expected:
-            reason = (
-                f"the program's {what} is {found}, the plan's {expected}; delete the program to have it lowered again"
+            raise VerificationError(
+                f"the program is of another plan: its {what} is {found}, the plan's {expected}; delete the program to "
+                "have it lowered again"
             )
-            return [Finding(kind=FindingKind.MISMATCH, rank=0, reason=reason)]
-    return []
 
 
 def _find_op_faults(program: Program, plan: Plan) -> list[Finding]:

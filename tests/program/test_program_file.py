@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.errors import PipeplanError
+from pipeplan.errors import PipeplanError, VerificationError
 from pipeplan.plan.findings import RefusedError
 from pipeplan.plan.folder import load_plan, write_plan_folder
 from pipeplan.plan.types import QueueModel
@@ -50,7 +50,7 @@ def test_a_program_of_another_plan_is_refused(folder: Path) -> None:
     """The digest ties the program to the plan beside it."""
     path = folder / "plan.yaml"
     path.write_text(path.read_text().replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"))
-    with pytest.raises(RefusedError, match="the program's plan digest is sha256:"):
+    with pytest.raises(VerificationError, match="the program is of another plan: its plan digest is sha256:"):
         verify_loaded(load_plan(folder))
 
 
