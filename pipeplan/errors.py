@@ -42,6 +42,10 @@ class InfeasibleError(PipeplanError):
     """No plan meets the constraints; the message says which rank, by how much, and what would help."""
 
 
+class CheckpointError(PipeplanError):
+    """A checkpoint is incomplete, of another model, or can't be moved to where it should go."""
+
+
 class LaunchError(PipeplanError):
     """The plan does not fit the world it was launched in, or DeepSpeed was asked for something unsupported."""
 
