@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeplan.plan.types import Plan
-    from pipeplan.simulate import Timeline
+    from pipeplan.program.trace import Trace
 
 
 def show(
@@ -40,8 +40,9 @@ def show(
     from pipeplan.cli.render import rich_table, timeline_text
     from pipeplan.emit.comparison import compare_with_baselines
     from pipeplan.emit.figure import timeline_svg
-    from pipeplan.emit.summary import comparison_summary, measured_summary, timeline_summary
-    from pipeplan.emit.tables import bubble_table, comparison_table, measured_table, memory_table
+    from pipeplan.emit.measured import measured_summary, measured_tables
+    from pipeplan.emit.summary import comparison_summary, timeline_summary
+    from pipeplan.emit.tables import bubble_table, comparison_table, memory_table
     from pipeplan.files import write_text
     from pipeplan.formats.trace import write_trace
     from pipeplan.plan.folder import load_plan
@@ -50,16 +51,16 @@ def show(
     loaded = load_plan(plan, profile, cluster)
     timeline = simulate(loaded.plan, loaded.profile, loaded.cluster)
     comparison = compare_with_baselines(loaded.plan, timeline, loaded.profile, loaded.cluster)
-    reality = None if measured is None else _measured_timeline(measured, loaded.plan)
+    reality = None if measured is None else _read_trace_of(measured, loaded.plan)
     if svg is not None:
-        panels = [(None, timeline)] if reality is None else [("predicted", timeline), ("measured", reality)]
+        panels = [(None, timeline)] if reality is None else [("predicted", timeline), ("measured", reality.timeline)]
         write_text(svg, timeline_svg(*panels))
     if trace is not None:
         write_text(trace, write_trace(timeline))
     if json:
         summary = timeline_summary(loaded.plan, timeline) | {"comparison": comparison_summary(comparison)}
         if reality is not None:
-            summary["measured"] = measured_summary(reality)
+            summary["measured"] = measured_summary(timeline, reality)
         print_json(summary)
     else:
         width = result_console().width
@@ -70,14 +71,15 @@ def show(
             rich_table(memory_table(timeline, loaded.cluster)),
         ]
         if reality is not None:
-            parts[1:1] = [timeline_text(reality, width), rich_table(measured_table(timeline, reality))]
+            tables = measured_tables(timeline, reality)
+            parts[1:1] = [timeline_text(reality.timeline, width), *map(rich_table, tables)]
         print_result(*parts)
     for path in (svg, trace):
         if path is not None and not quiet:
             print_message(f"wrote {path}")
 
 
-def _measured_timeline(path: Path, plan: Plan) -> Timeline:
+def _read_trace_of(path: Path, plan: Plan) -> Trace:
     from pipeplan.errors import PlanError
     from pipeplan.program.trace import read_trace
 
@@ -86,4 +88,4 @@ def _measured_timeline(path: Path, plan: Plan) -> Timeline:
         raise PlanError(
             f"{path} is the trace of another plan ({trace.plan_digest[:19]}…); train with this one to get its"
         )
-    return trace.timeline
+    return trace

@@ -134,7 +134,7 @@ def _sentence(predicted: Timeline, trace: Trace) -> str:
     measured = trace.timeline
     error = predicted.makespan_ns / measured.makespan_ns - 1.0 if measured.makespan_ns else 0.0
     text = (
-        f"A batch took {format_ms(measured.makespan_ns)} ms; predicted were {format_ms(predicted.makespan_ns)} ms "
+        f"A batch: {format_ms(predicted.makespan_ns)} ms predicted, {format_ms(measured.makespan_ns)} ms measured "
         f"({error:+.1%}). Idle: {measured.bubble_fraction:.1%} measured, {predicted.bubble_fraction:.1%} predicted."
     )
     if trace.clock_error_ns:

@@ -36,15 +36,6 @@ def timeline_summary(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def measured_summary(timeline: Timeline) -> dict[str, Any]:
-    """Return what a measured batch took: times in ms."""
-    return {
-        "makespan_ms": ms_from_ns(timeline.makespan_ns),
-        "bubble_fraction": timeline.bubble_fraction,
-        "busy_ms": [ms_from_ns(busy_ns) for busy_ns in timeline.busy_ns_by_rank],
-    }
-
-
 def comparison_summary(comparison: Comparison) -> dict[str, Any]:
     """Return the plan, its baselines and the bound: times in ms, memory in GB."""
     bound_ns = comparison.lower_bound_ns

@@ -124,20 +124,3 @@ def change_sentence(recorded: Prediction, timeline: Timeline) -> str:
     if timeline.makespan_ns == recorded.makespan_ns:
         return f"{now} ms a batch, as the plan records."
     return f"{now} ms a batch; the plan records {then} ms ({change:+.1%})."
-
-
-def measured_table(predicted: Timeline, measured: Timeline) -> Table:
-    """Return busy and idle time of every rank as predicted and as measured, and the same of the whole batch."""
-    rows = []
-    for rank in range(predicted.num_ranks):
-        busy = (predicted.busy_ns_by_rank[rank], measured.busy_ns_by_rank[rank])
-        idle = (predicted.bubble_by_rank[rank].total_ns, measured.bubble_by_rank[rank].total_ns)
-        rows.append((f"rank {rank}", *map(format_ms, busy), *map(format_ms, idle)))
-    error = predicted.makespan_ns / measured.makespan_ns - 1.0 if measured.makespan_ns else 0.0
-    times = f"{format_ms(predicted.makespan_ns)} ms predicted, {format_ms(measured.makespan_ns)} ms measured"
-    return Table(
-        heading="Prediction and reality",
-        columns=("", "busy (ms)", "measured", "idle (ms)", "measured"),
-        rows=tuple(rows),
-        footnote=f"A batch: {times} ({error:+.1%}).",
-    )
