@@ -19,6 +19,8 @@ from pipeplan.errors import LaunchError
 from pipeplan.program.types import Message, Payload, Program, Send
 from pipeplan.runtime.boundary import BoundarySpec
 
+_KEPT_SENDS = 2  # to one rank; what a send holds on to is mostly alive for the backward anyhow
+
 # Communicators are scarce (threads and sockets on gloo, device memory on NCCL), so the engines of a process share
 # one per ordered pair of global ranks.
 _GROUP_BY_PAIR: dict[tuple[int, int], Any] = {}
@@ -56,6 +58,7 @@ class Channels:
         self._group_from: dict[int, Any] = {}
         self._pending_sends: dict[Message, tuple[list[Any], list[torch.Tensor]]] = {}
         self._arrivals: dict[Message, _Arrival] = {}
+        self._releasable_by_rank: dict[int, deque[Message]] = {}
         self._is_learning = True
         self._learned: set[bool] = set()  # whether gradients flowed, of the batches so far
         self._unposted_by_rank: dict[int, deque[_Arrival]] = {}
@@ -117,11 +120,19 @@ class Channels:
         self._pending_sends[message] = (works, kept)
 
     def wait_send(self, message: Message) -> None:
-        """Wait until a message has left and let go of its tensors."""
+        """Let go of a message's tensors, in a while.
+
+        The wait itself is put off until a few more messages to the same rank wait to be released: backends complete
+        a send only when its receive is posted, and a rank that waits for a slow neighbour loses time for nothing.
+        Waiting later than the verified program does can't hang it.
+        """
+        releasable = self._releasable_by_rank.setdefault(self._rank_by_stage[message.target_stage], deque())
+        releasable.append(message)
         if self._is_learning:
             self._release_completed()
         else:
-            self._finish_send(message)
+            while len(releasable) > _KEPT_SENDS:
+                self._finish_send(releasable.popleft())
 
     def start_batch(self) -> None:
         """Prepare for a batch. In the first one of its kind no send is waited for before the end.
@@ -133,7 +144,8 @@ class Channels:
         self._learned.add(torch.is_grad_enabled())
 
     def finish_batch(self) -> None:
-        """Wait for the sends that the first batch didn't wait for."""
+        """Wait for the sends whose waits were put off."""
+        self._releasable_by_rank.clear()
         for message in list(self._pending_sends):
             self._finish_send(message)
 
@@ -164,9 +176,9 @@ class Channels:
 
     def _release_completed(self) -> None:
         """Let go of what has left, as far as the backend tells without waiting (gloo doesn't)."""
-        for message, (works, _) in list(self._pending_sends.items()):
-            if all(work.is_completed() for work in works):
-                self._finish_send(message)
+        for releasable in self._releasable_by_rank.values():
+            while releasable and all(work.is_completed() for work in self._pending_sends[releasable[0]][0]):
+                self._finish_send(releasable.popleft())
 
     def _post_what_is_known(self, source: int) -> None:
         unposted = self._unposted_by_rank[source]

@@ -130,7 +130,7 @@ def write_plan(folder: Path, plan: Plan, num_replicas: int = 1) -> Path:
     return folder
 
 
-def launch(num_processes: int, cases: Sequence[dict[str, Any]], folder: Path, timeout_s: int = 300) -> None:
+def launch(num_processes: int, cases: Sequence[dict[str, Any]], folder: Path, timeout_s: int = 540) -> None:
     """Run the cases under the real ``deepspeed`` launcher; their results lie in ``folder`` afterwards."""
     listing = folder / "cases.json"
     listing.write_text(json.dumps(list(cases)))
