@@ -46,16 +46,17 @@ def lower_bound_ns(problem: Problem) -> int:
 def _atom_times(problem: Problem) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return F, the part of the backward that the stage before waits for, and F + whole backward; [num_ranks, num_atoms].
 
-    Sums over the layers of an atom; each layer with the cheaper of B and I + W.
+    Sums over the layers of an atom; each layer with the cheapest of B, of I + W, and of both with recomputation.
     """
     firsts = np.array(atom_bounds(problem.profile.layers)[:-1], dtype=np.int64)
     rows = []
     for rank in problem.cluster.ranks:
-        times = np.diff(problem.table.device_sums(rank.device), axis=0).astype(np.float64) * rank.slowdown
-        forward = times[:, 0]
-        backward = np.minimum(times[:, 1], times[:, 2])
-        whole = forward + np.minimum(times[:, 1], times[:, 2] + times[:, 3])
-        rows.append([np.add.reduceat(each, firsts) for each in (forward, backward, whole)])
+        ways = []
+        for sums in (problem.table.device_sums(rank.device), problem.table.recomputed_device_sums(rank.device)):
+            times = np.diff(sums, axis=0).astype(np.float64) * rank.slowdown
+            forward, backward = times[:, 0], np.minimum(times[:, 1], times[:, 2])
+            ways.append((forward, backward, forward + np.minimum(times[:, 1], times[:, 2] + times[:, 3])))
+        rows.append([np.add.reduceat(each, firsts) for each in np.min(ways, axis=0)])
     forward, backward, whole = np.array(rows).transpose(1, 0, 2)
     return forward, backward, whole
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipeplan.cluster import Cluster
 from pipeplan.errors import InfeasibleError, PlanError, nearest
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.profile.types import Profile
-from pipeplan.search.baselines import baseline_result, baselines
+from pipeplan.search.baselines import Baseline, baseline_result, baselines
 from pipeplan.search.bounds import lower_bound_ns
 from pipeplan.search.budget import Budget
+from pipeplan.search.exact import exact_plan
 from pipeplan.search.infeasible import explain_infeasible
+from pipeplan.search.octopipe import tune_octopipe
 from pipeplan.search.partition import check_enough_layers
 from pipeplan.search.problem import Constraints, Problem
 from pipeplan.search.result import SMALL_GAIN, Progress, SearchResult
 from pipeplan.search.tuner import Tuner
+from pipeplan.units import ms_from_ns
 
-STRATEGIES = ("default", "baselines", "octopipe")
+STRATEGIES = ("default", "baselines", "octopipe", "exact")
 
 
 def optimize(
@@ -45,7 +48,8 @@ def optimize(
         work_limit: Ops to simulate and schedule, which does not depend on the machine; without any limit, a default.
         partition, placement: Fix either; ``placement`` names a rank for each stage.
         colocate_tied: Keep layers that share a weight on one rank.
-        strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, or the published three-phase tuner.
+        strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, the published three-phase tuner, or for
+            small problems the co-optimiser and then an exact search, with a proof where the limits allow it.
 
     Raises:
         InfeasibleError: No plan within the memory caps was found; the message says what would help.
@@ -74,11 +78,13 @@ def optimize(
 
     tuner = Tuner(problem, known, budget, seed, report)
     was_interrupted = False
-    if strategy == "default":
-        try:
+    try:
+        if strategy == "octopipe":
+            return _octopipe(problem, known, bound, seed, time_limit_s, work_limit)
+        if strategy in ("default", "exact"):
             tuner.run()
-        except KeyboardInterrupt:
-            was_interrupted = True
+    except KeyboardInterrupt:
+        was_interrupted = True
     if tuner.incumbent is None:
         if was_interrupted:
             raise KeyboardInterrupt
@@ -94,12 +100,82 @@ def optimize(
         was_interrupted=was_interrupted,
         num_ops_tried=int(budget.work),
     )
+    if strategy == "exact" and not was_interrupted:
+        result = _exact(problem, result, time_limit_s, work_limit)
     return _with_notes(result)
+
+
+def _octopipe(
+    problem: Problem,
+    known: Sequence[Baseline],
+    bound: int,
+    seed: int,
+    time_limit_s: float | None,
+    work_limit: int | None,
+) -> SearchResult:
+    fixed = problem.constraints
+    tuned = tune_octopipe(
+        problem.profile,
+        problem.cluster,
+        num_micro_batches=problem.num_micro_batches,
+        partition=fixed.partition,
+        placement=fixed.placement,
+        colocate_tied=fixed.colocate_tied,
+        seed=seed,
+        work_limit=work_limit,
+        time_limit_s=time_limit_s,
+    )
+    result = SearchResult(
+        plan=tuned.plan,
+        baselines=tuple(baseline_result(problem, baseline) for baseline in known),
+        lower_bound_ns=bound,
+        notes=(),
+        strategy="octopipe",
+        is_deterministic=tuned.is_deterministic,
+    )
+    return _with_notes(result)
+
+
+def _exact(
+    problem: Problem, found: SearchResult, time_limit_s: float | None, work_limit: int | None
+) -> SearchResult:
+    """Return ``found`` or the plan of an exact search that starts from it, with what is proved."""
+    fixed = problem.constraints
+    limits = {} if work_limit is None else {"work_limit": work_limit}
+    exact = exact_plan(
+        problem.profile,
+        problem.cluster,
+        problem.num_micro_batches,
+        partition=fixed.partition,
+        placement=fixed.placement,
+        recomputed_stages=found.plan.recomputed_stages if fixed.partition is not None else (),
+        colocate_tied=fixed.colocate_tied,
+        incumbent=found.plan,
+        time_limit_s=time_limit_s,
+        **limits,
+    )
+    better = exact.plan if exact.makespan_ns < found.makespan_ns else found.plan
+    assert better.prediction is not None
+    layouts = f"the {exact.num_layouts} layouts with up to 2 stages a rank" if exact.num_layouts > 1 else "this layout"
+    least = min(exact.lower_bound_ns, better.prediction.makespan_ns)
+    if exact.is_proved:
+        note = f"proved: no plan for {layouts} takes less than {ms_from_ns(exact.makespan_ns):.3f} ms"
+    else:
+        note = f"not proved: plans for {layouts} may still take as little as {ms_from_ns(least):.3f} ms"
+    is_whole_question = fixed.partition is not None and fixed.placement is not None
+    return dataclasses.replace(
+        found,
+        plan=better,
+        notes=(note,),
+        lower_bound_ns=max(found.lower_bound_ns, least) if is_whole_question else found.lower_bound_ns,
+        is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole_question and exact.is_proved),
+        is_deterministic=found.is_deterministic and time_limit_s is None,
+    )
 
 
 def _with_notes(result: SearchResult) -> SearchResult:
     """Return the result with sentences on what a user should know."""
-    notes: list[str] = []
+    notes = list(result.notes)
     gain, best = result.gain, result.best_baseline
     if best is None:
         notes.append("no named schedule fits the memory; this plan does")

@@ -94,6 +94,8 @@ class SearchResult:
 
     @property
     def gain(self) -> float | None:
-        """Time that the plan saves over the best baseline that fits: 0.02 is 2 %."""
+        """Time that the plan saves over the best baseline that fits: 0.02 is 2 %; ``None`` without such a baseline."""
         best = self.best_baseline
-        return None if best is None else 1.0 - self.makespan_ns / best.makespan_ns
+        if best is None or best.makespan_ns == 0:
+            return None
+        return 1.0 - self.makespan_ns / best.makespan_ns
