@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -20,6 +21,11 @@ KINDS = ("mamba", "attention", "mlp", "moe")
 
 _times_ns = st.integers(0, 50).map(lambda ticks: ticks * 10_000)
 _bytes = st.integers(0, 40).map(lambda blocks: blocks * 1_000_000)
+
+
+def _counts(largest: int, *, usual: int) -> st.SearchStrategy[int]:
+    """Counts from 1 to ``largest`` that shrink to ``usual``; Hypothesis also draws that more often."""
+    return st.sampled_from(sorted(range(1, largest + 1), key=lambda count: (abs(count - usual), count)))
 
 
 @st.composite
@@ -144,13 +150,18 @@ def placements(draw: st.DrawFn, *, num_stages: int, num_ranks: int) -> Placement
 
 
 @st.composite
-def orders(draw: st.DrawFn, *, placement: Placement, num_micro_batches: int) -> Order:
+def orders(draw: st.DrawFn, *, placement: Placement, num_micro_batches: int, salt: str = "") -> Order:
     """A random valid order: a random topological sort of all ops, with B or I and W by stage and micro-batch.
 
     Half of the sorts put off W, half of them prefer micro-batches in turn, so that orders near those in use occur too.
+
+    Args:
+        salt: Changes the order; Hypothesis varies an example a few times in small ways, and salting with the rest of
+            the example gives each variation an order of its own.
     """
     num_stages = placement.num_stages
-    random = draw(st.randoms(use_true_random=False))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = Random(f"{seed} {placement} {num_micro_batches} {salt}")
     split = draw(st.sampled_from(("never", "always", "mixed")))
     delays_w = draw(st.booleans())
     in_turn = draw(st.booleans())
@@ -199,14 +210,14 @@ def plans(
     """A valid plan for ``profile``, which needs at least ``num_ranks`` layers."""
     num_stages = draw(st.integers(num_ranks, max(num_ranks, min(max_stages, profile.num_layers))))
     placement = draw(placements(num_stages=num_stages, num_ranks=num_ranks))
-    num_micro_batches = draw(st.integers(1, max_micro_batches))
+    num_micro_batches = draw(_counts(max_micro_batches, usual=3))
     stages = draw(st.sets(st.integers(0, num_stages - 1))) if recomputed else set()
     return Plan(
         model=profile.model,
         num_micro_batches=num_micro_batches,
         partition=draw(partitions(num_layers=profile.num_layers, num_stages=num_stages)),
         placement=placement,
-        order=draw(orders(placement=placement, num_micro_batches=num_micro_batches)),
+        order=draw(orders(placement=placement, num_micro_batches=num_micro_batches, salt=profile_digest(profile))),
         recomputed_stages=tuple(sorted(stages)),
         queue_model=draw(st.sampled_from(QueueModel)),
         profile_digest=profile_digest(profile),
@@ -218,7 +229,7 @@ def planned(
     draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 5, max_stages: int = 6, recomputed: bool = False
 ) -> tuple[Plan, Profile, Cluster]:
     """A profile, a cluster and a valid plan for them, without memory caps."""
-    num_ranks = draw(st.integers(1, max_ranks))
+    num_ranks = draw(_counts(max_ranks, usual=2))
     devices = draw(st.sampled_from((DEVICES[:1], DEVICES)))
     profile = draw(profiles(min_layers=num_ranks, max_layers=max_stages + 2, devices=devices, recomputable=recomputed))
     cluster = draw(clusters(num_ranks=num_ranks, devices=devices))

@@ -176,3 +176,12 @@ def test_compute_only_where_one_rank_holds_all() -> None:
     )
     (steps,) = lower(plan, equal_layers(2), devices(1)).instructions_by_rank
     assert [step for step in steps if not isinstance(step, Compute)] == list(steps[-3:])
+
+
+@pytest.mark.parametrize("queue_model", QueueModel)
+def test_waits_for_sends_do_not_close_a_circle(queue_model: QueueModel) -> None:
+    """Rank 1 puts W before it takes the next forward: neither rank may wait for its send before its next op."""
+    plan = plan_of(["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1I0 1W0 1F1 1B1 1F2 1B2"], "0,1", 3)
+    program = lower(plan, PAIR_PROFILE, devices(2), queue_model, receive_ahead=0)
+    verify(program, plan, PAIR_PROFILE, devices(2))
+    interpret(program, queue_model)
