@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pipeplan.search import Progress
 
 _SEARCH = "Search"
-Strategy = Literal["default", "baselines", "octopipe"]  # pipeplan.search.STRATEGIES, whose import help can't pay for
+Strategy = Literal[
+    "default", "baselines", "octopipe", "exact"
+]  # pipeplan.search.STRATEGIES, whose import help can't pay for
 
 
 def optimize(
@@ -66,6 +68,9 @@ def optimize(
         Strategy,
         typer.Option("--strategy", help="How to search; octopipe is a published tuner.", rich_help_panel=_SEARCH),
     ] = "default",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Prove the optimum of a small problem.", rich_help_panel=_SEARCH)
+    ] = False,
     ds_config: Annotated[
         Path | None,
         typer.Option("--ds-config", metavar="BASE.json", help="DeepSpeed config whose settings to keep."),
@@ -116,7 +121,7 @@ def optimize(
             partition=None if partition is None else Partition.parse(partition),
             placement=None if placement is None else Placement.parse(placement),
             colocate_tied=colocate_tied,
-            strategy=strategy,
+            strategy="exact" if exact else strategy,
             on_progress=lambda state: update(_describe(state)),
         )
     comparison = comparison_of_search(result)

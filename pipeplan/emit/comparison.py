@@ -111,21 +111,9 @@ def comparison_of_search(result: SearchResult) -> Comparison:
         ),
         baselines=_rows(result.baselines),
         lower_bound_ns=result.lower_bound_ns,
-        notes=_how_it_ended(result),
+        notes=result.notes,
         is_optimal=result.is_optimal,
     )
-
-
-def _how_it_ended(result: SearchResult) -> tuple[str, ...]:
-    if result.was_interrupted:
-        return ("The search was interrupted: this is the best plan found until then.",)
-    if not result.is_deterministic:
-        note = (
-            "The time limit ended the search, so a slower machine may find another plan; "
-            f"--work-limit {result.num_ops_tried} does as much work on any machine."
-        )
-        return (note,)
-    return ()
 
 
 def compare_with_baselines(plan: Plan, timeline: Timeline, profile: Profile, cluster: Cluster) -> Comparison:
