@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from pipeplan.runtime.boundary import BoundarySpec
 
@@ -28,7 +29,7 @@ class BatchState:
     Attributes:
         inputs: Boundaries that have arrived and wait for their forward.
         input_leaves: Leaves of a forward's graph that a gradient is due for, in boundary order.
-        roots: Tensors that a backward starts from: the outputs that take a gradient, or the loss.
+        roots: Where a backward starts: the edges of the outputs that take a gradient, or of the loss.
         output_gradients: Gradients that have arrived for the roots; ``None`` where no gradient came.
         outgoing: Boundaries waiting to be sent.
         outgoing_gradients: Input gradients waiting to be sent.
@@ -37,7 +38,7 @@ class BatchState:
 
     inputs: dict[Key, Any] = field(default_factory=dict)
     input_leaves: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
-    roots: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
+    roots: dict[Key, list[GradientEdge]] = field(default_factory=dict)
     output_gradients: dict[Key, Sequence[torch.Tensor | None]] = field(default_factory=dict)
     outgoing: dict[Key, Outgoing] = field(default_factory=dict)
     outgoing_gradients: dict[Key, list[torch.Tensor]] = field(default_factory=dict)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -11,9 +12,11 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.utils import move_to_device
+from deepspeed.utils import logger
+from torch.autograd.graph import get_gradient_edge
 
 from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
-from pipeplan.errors import LaunchError
+from pipeplan.errors import CheckpointError, LaunchError
 from pipeplan.plan.layout import Placement
 from pipeplan.plan.ops import Op, OpKind
 from pipeplan.program import types as program_types
@@ -23,6 +26,7 @@ from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime import boundary, schedule
 from pipeplan.runtime.batch import BatchState, MicroBatches, Outgoing
 from pipeplan.runtime.channels import Channels
+from pipeplan.runtime.checkpoint.collective import has_latest, load_planned, save_planned
 from pipeplan.runtime.forward_only import forward_program
 from pipeplan.runtime.gradients import global_gradient_norm, scale_gradients
 from pipeplan.runtime.module import PlannedPipelineModule
@@ -190,7 +194,8 @@ class PlannedPipelineEngine(PipelineEngine):
         spec, tensors = boundary.split(outputs)
         is_first_of_stage = self._channels.record(stage, micro_batch, spec)
         if torch.is_grad_enabled():
-            self._batch.roots[key] = [tensor for tensor in tensors if tensor.requires_grad]
+            # Edges keep the graph, but not the outputs: those live until they are sent.
+            self._batch.roots[key] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
         if self._rank_by_stage[stage + 1] == self.stage_id:
             self._accept_inputs(stage + 1, micro_batch, tensors)
         else:
@@ -211,7 +216,7 @@ class PlannedPipelineEngine(PipelineEngine):
         if torch.is_tensor(loss):
             self._batch.losses[micro_batch] = loss.detach().float()  # so that sums are not rounded to bf16
             if loss.requires_grad:
-                self._batch.roots[key] = [loss]
+                self._batch.roots[key] = [get_gradient_edge(loss)]
                 self._batch.output_gradients[key] = [self._loss_gradient(loss)]
 
     def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
@@ -326,6 +331,67 @@ class PlannedPipelineEngine(PipelineEngine):
         norm = global_gradient_norm(parameters, self.grid.get_model_parallel_group(), torch.device(self.device))
         scale_gradients(parameters, norm, self.gradient_clipping())
         self._global_grad_norm = norm
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a checkpoint that loads under any plan and in one process; collective.
+
+        It is complete or not there. DeepSpeed's own engine reads its weights; see ``pipeplan.runtime.checkpoint``.
+
+        Raises:
+            CheckpointError: It can't be written; raised on every rank.
+        """
+        save_planned(
+            self,
+            Path(save_dir),
+            tag,
+            client_state or {},
+            is_latest=save_latest,
+            leaves_out_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of any plan, number of ranks and replicas, or of one process; collective.
+
+        Returns:
+            The checkpoint's folder and the script's own state; ``(None, None)`` if no tag is given and there is no
+            file ``latest``.
+
+        Raises:
+            CheckpointError: It doesn't fit this model or optimizer, or is damaged; raised on every rank.
+        """
+        if custom_load_fn is not None:
+            raise CheckpointError("custom_load_fn is not supported under a plan; load the weights before initialize()")
+        if tag is None and not has_latest(Path(load_dir)):
+            logger.warning(f"{load_dir} holds no file 'latest'; no checkpoint is loaded")
+            return None, None
+        return load_planned(
+            self,
+            Path(load_dir),
+            tag,
+            is_strict=load_module_strict,
+            loads_optimizer=load_optimizer_states,
+            loads_scheduler=load_lr_scheduler_states,
+            loads_weights_only=load_module_only,
+        )
 
     # DeepSpeed asks these about the rank.
 
