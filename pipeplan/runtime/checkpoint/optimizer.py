@@ -45,8 +45,8 @@ class Slot:
     is_flat: bool
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor of the owner's size."""
-        return tensor.reshape(-1).narrow(0, self.start, self.num_elements)
+        """Return the part of a tensor of the owner's size, as a view of it."""
+        return tensor.view(-1).narrow(0, self.start, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,20 @@ def read_part(located: Located, slot: Slot, where: str) -> WeightState:
     return WeightState(tensors=tensors, numbers=numbers, master=master)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a checkpoint holds for a weight of this process.
+
+    Attributes:
+        settings: Hyperparameters of its group; ``None`` if it wasn't optimized.
+    """
+
+    name: str
+    slot: Slot
+    numbers: Mapping[str, int | float]
+    settings: Mapping[str, Any] | None
+
+
 class Restoration:
     """Puts the state of a checkpoint into an optimizer, weight by weight, and then finishes each owner.
 
@@ -155,64 +169,66 @@ class Restoration:
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._owners: dict[int, Tensor] = {}
 
-    def check(self, entries: Iterable[tuple[str, Slot, Mapping[str, int | float], Mapping[str, Any]]]) -> None:
+    def check(self, entries: Iterable[Expected]) -> None:
         """Check that weights which share an owner or a group can share what the checkpoint holds for them.
-
-        Args:
-            entries: Name of the weight, its slot, the numbers and the hyperparameters of the checkpoint.
 
         Raises:
             CheckpointError: They can't.
         """
-        first_by_owner: dict[int, tuple[str, dict[str, int | float]]] = {}
-        first_by_group: dict[int, tuple[str, dict[str, Any]]] = {}
-        for name, slot, numbers, settings in entries:
-            first, known = first_by_owner.setdefault(id(slot.owner), (name, dict(numbers)))
-            if known != dict(numbers):
+        by_owner: dict[int, Expected] = {}
+        by_group: dict[int, Expected] = {}
+        for entry in entries:
+            first = by_owner.setdefault(id(entry.slot.owner), entry)
+            if first.numbers != entry.numbers:
                 raise CheckpointError(
-                    f"weights {first!r} and {name!r} were stepped differently ({known} and {dict(numbers)}), but this "
-                    "optimizer steps them as one; load with the ZeRO stage and precision that they were trained with"
+                    f"weights {first.name!r} and {entry.name!r} were stepped differently ({first.numbers} and "
+                    f"{entry.numbers}), but the optimizer here steps them as one; load with the ZeRO stage and "
+                    "precision that they were trained with"
                 )
-            first, settled = first_by_group.setdefault(id(slot.group), (name, dict(settings)))
-            if settled != dict(settings):
-                key = next(key for key in {**settled, **settings} if settled.get(key) != settings.get(key))
+            if entry.settings is None:
+                continue
+            first = by_group.setdefault(id(entry.slot.group), entry)
+            assert first.settings is not None
+            if first.settings != entry.settings:
+                settings = {**first.settings, **entry.settings}
+                key = next(key for key in settings if first.settings.get(key) != entry.settings.get(key))
                 raise CheckpointError(
-                    f"weights {first!r} and {name!r} are in one parameter group here, but were trained with "
-                    f"{key} {settled.get(key)} and {settings.get(key)}; build the same parameter groups"
+                    f"weights {first.name!r} and {entry.name!r} are in one parameter group here, but were trained with "
+                    f"{key} {first.settings.get(key)} and {entry.settings.get(key)}; build the same parameter groups"
                 )
-            if settings.get("amsgrad") and not _is_torch(self._located.optimizer):
+            if entry.settings.get("amsgrad") and not _is_torch(self._located.optimizer):
                 raise CheckpointError(
                     f"the checkpoint was trained with amsgrad, which {type(self._located.optimizer).__name__} doesn't "
                     "have; use torch's own optimizer"
                 )
 
-    def put(self, slot: Slot, value: Tensor, state: WeightState, settings: Mapping[str, Any] | None) -> None:
-        """Set this process's part of a weight and of its state.
+    def put(self, slot: Slot, value: Tensor, state: WeightState | None, settings: Mapping[str, Any] | None) -> None:
+        """Set this process's part of a weight's fp32 copy, and of its state.
 
         Args:
             value: The whole weight, in the best precision there is.
-            settings: Hyperparameters of its group; ``None`` leaves the optimizer as it is, except for its copy of
-                the weight.
+            state: ``None`` leaves the optimizer's state as it is.
+            settings: Hyperparameters of the weight's group; ``None`` leaves them as they are.
         """
         if slot.is_flat:
             slot.part_of(slot.owner.data).copy_(self._part(slot, value))
-        if settings is None:
+        if settings is not None:
+            apply_hyperparameters(slot.group, settings)
+        if state is None:
             return
-        apply_hyperparameters(slot.group, settings)
         owner = id(slot.owner)
         self._owners[owner] = slot.owner
-        self._numbers.setdefault(owner, {}).update(
-            {key: self._number(key, number) for key, number in state.numbers.items()}
-        )
+        self._numbers.setdefault(owner, {}).update({key: self._number(value) for key, value in state.numbers.items()})
         tensors = self._tensors.setdefault(owner, {})
         for key, tensor in state.tensors.items():
-            if not slot.is_flat:
-                kept = torch.empty_like(slot.owner, dtype=tensor.dtype) if tensor.shape == slot.owner.shape else None
-                tensors[key] = tensor.to(slot.owner.device, copy=True) if kept is None else kept.copy_(tensor)
-                continue
-            if key not in tensors:
-                tensors[key] = torch.zeros_like(slot.owner, dtype=tensor.dtype, requires_grad=False)
-            slot.part_of(tensors[key]).copy_(self._part(slot, tensor))
+            if slot.is_flat:
+                if key not in tensors:
+                    tensors[key] = torch.zeros(slot.owner.shape, dtype=tensor.dtype, device=slot.owner.device)
+                slot.part_of(tensors[key]).copy_(self._part(slot, tensor))
+            elif tensor.shape == slot.owner.shape:
+                tensors[key] = torch.empty_like(slot.owner, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+            else:
+                tensors[key] = tensor.to(slot.owner.device, copy=True)
 
     def finish(self) -> None:
         """Replace the state of every owner that was put; one without state starts afresh."""
@@ -227,7 +243,7 @@ class Restoration:
     def _part(slot: Slot, whole: Tensor) -> Tensor:
         return whole.reshape(-1).narrow(0, slot.weight_start, slot.num_elements)
 
-    def _number(self, key: str, value: int | float) -> Any:
+    def _number(self, value: int | float) -> Any:
         """Return a number the way the optimizer keeps it: torch's as a tensor, DeepSpeed's plain."""
         return torch.tensor(float(value)) if _is_torch(self._located.optimizer) else value
 
