@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -143,9 +144,9 @@ class Trace:
 
 class _RankEntry(Document):
     instructions: str
-    start_ms: list[float]
-    end_ms: list[float]
-    finish_ms: float = Field(ge=0)
+    start_ms: str
+    end_ms: str
+    finish_ms: float = Field(ge=0, allow_inf_nan=False)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
 
 
@@ -193,14 +194,18 @@ def read_trace(path: Path) -> Trace:
 
 def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankTrace:
     words = entry.instructions.split()
-    if not len(words) == len(entry.start_ms) == len(entry.end_ms):
+    starts_ms, ends_ms = (
+        _parse_times(entry.start_ms, f"{where}.start_ms"),
+        _parse_times(entry.end_ms, f"{where}.end_ms"),
+    )
+    if not len(words) == len(starts_ms) == len(ends_ms):
         raise FileFormatError(
-            f"{where} has {len(words)} instructions, {len(entry.start_ms)} starts and {len(entry.end_ms)} ends; "
+            f"{where} has {len(words)} instructions, {len(starts_ms)} starts and {len(ends_ms)} ends; "
             "expected as many of each"
         )
     steps: list[TimedInstruction] = []
     now_ms = 0.0
-    for position, (word, start_ms, end_ms) in enumerate(zip(words, entry.start_ms, entry.end_ms, strict=True)):
+    for position, (word, start_ms, end_ms) in enumerate(zip(words, starts_ms, ends_ms, strict=True)):
         try:
             instruction = parse_instruction(word)
         except PlanError as error:
@@ -214,9 +219,26 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
             raise PlanError(f"{where}, position {position}: {word} runs a stage that is placed on another rank")
         now_ms = end_ms
         steps.append(TimedInstruction(instruction, ns_from_ms(start_ms), ns_from_ms(end_ms)))
+    if entry.finish_ms < now_ms:
+        raise FileFormatError(
+            f"{where} finishes at {entry.finish_ms} ms, before its last instruction ends ({now_ms} ms)"
+        )
     return RankTrace(
         steps=tuple(steps), finish_ns=ns_from_ms(entry.finish_ms), peak_memory_bytes=entry.peak_memory_bytes
     )
+
+
+def _parse_times(line: str, where: str) -> list[float]:
+    times: list[float] = []
+    for position, word in enumerate(line.split()):
+        try:
+            time_ms = float(word)
+        except ValueError:
+            time_ms = math.nan
+        if not math.isfinite(time_ms):
+            raise FileFormatError(f"{where}, position {position}: {word!r} is not a time in milliseconds")
+        times.append(time_ms)
+    return times
 
 
 def trace_document(trace: Trace) -> dict[str, Any]:
@@ -237,13 +259,17 @@ def trace_document(trace: Trace) -> dict[str, Any]:
 def _rank_entry(rank: RankTrace) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "instructions": " ".join(str(step.instruction) for step in rank.steps),
-        "start_ms": FlowList(ms_from_ns(step.start_ns) for step in rank.steps),
-        "end_ms": FlowList(ms_from_ns(step.end_ns) for step in rank.steps),
+        "start_ms": _time_line(step.start_ns for step in rank.steps),
+        "end_ms": _time_line(step.end_ns for step in rank.steps),
         "finish_ms": ms_from_ns(rank.finish_ns),
     }
     if rank.peak_memory_bytes is not None:
         entry["peak_memory_bytes"] = rank.peak_memory_bytes
     return entry
+
+
+def _time_line(times_ns: Iterable[int]) -> str:
+    return " ".join(f"{ms_from_ns(value):.6f}" for value in times_ns)
 
 
 def write_trace(trace: Trace, path: Path) -> None:

@@ -289,7 +289,16 @@ def verdict(value: float, limit: float, *, at_least: bool = False) -> str:
 
 def print_predictions(runs: Sequence[tuple[Run, list[ModelCases]]]) -> None:
     """Print predicted against measured step times."""
-    table = Table("model", "ranks", "plan", "predicted ms", "measured ms", "error", title="Step time, emulated compute")
+    table = Table(
+        "model",
+        "ranks",
+        "plan",
+        "predicted ms",
+        "measured ms",
+        "error",
+        "busy cores",
+        title="Step time, emulated compute",
+    )
     errors = []
     for run, models in runs:
         for cases in models:
@@ -298,10 +307,11 @@ def print_predictions(runs: Sequence[tuple[Run, list[ModelCases]]]) -> None:
                 errors.append(predicted_ms / case.step_ms - 1.0)
                 table.add_row(
                     cases.model, str(run.num_ranks), case.label, f"{predicted_ms:.1f}", f"{case.step_ms:.1f}",
-                    f"{errors[-1]:+.2%}",
+                    f"{errors[-1]:+.2%}", f"{case.result['busy_cores']:.2f}",
                 )  # fmt: skip
     console.print(table)
     mean, worst = statistics.mean(map(abs, errors)), max(map(abs, errors))
+    console.print("busy cores: what the emulation itself computes; near the number of cores, ranks wait for each other")
     console.print(f"mean error {mean:.2%} (target 3 %: {verdict(mean, 0.03)}), ", end="")
     console.print(f"worst {worst:.2%} (target 6 %: {verdict(worst, 0.06)})")
 
@@ -358,7 +368,7 @@ def print_speedups(runs: Sequence[tuple[Run, list[ModelCases]]]) -> None:
 def print_engines(found: Sequence[tuple[Run, list[tuple[str, Case, Case]]]]) -> None:
     """Print our engine against stock DeepSpeed on the same plan."""
     table = Table(
-        "ranks", "messages", "stock ms", "ours ms", "ours / stock",
+        "ranks", "messages", "stock ms", "ours ms", "ours / stock", "busy cores, stock", "ours",
         title="The same 1F1B plan on both engines, emulated compute",
     )  # fmt: skip
     ratios = []

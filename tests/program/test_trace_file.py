@@ -105,15 +105,18 @@ def test_faults_are_named(tmp_path: Path) -> None:
     """Unknown keys, unequal counts, wrong words, foreign stages and backward times are refused with their place."""
     assert "unknown key 'placements' (did you mean 'placement'?)" in faulty(tmp_path, placements=[0])
     assert "newer" in faulty(tmp_path, format="pipeplan-trace/2")
-    assert "5 instructions, 4 starts and 5 ends" in faulty(tmp_path, rank={"start_ms": [0.0, 1.0, 1.2, 5.4]})
+    assert "5 instructions, 4 starts and 5 ends" in faulty(tmp_path, rank={"start_ms": "0.0 1.0 1.2 5.4"})
     words = "0F0 S0>0 ?1<0 0X0 step"
     assert "ranks[0], position 3: '0X0'" in faulty(tmp_path, rank={"instructions": words})
     words = "1F0 S0>0 ?1<0 0B0 step"
     assert "position 0: 1F0 runs a stage that is placed on another rank" in faulty(
         tmp_path, rank={"instructions": words}
     )
-    backwards = [0.0, 1.0, 1.1, 5.4, 7.5]
+    backwards = "0.0 1.0 1.1 5.4 7.5"
     assert "position 2: ?1<0 runs from 1.1" in faulty(tmp_path, rank={"start_ms": backwards})
+    assert "start_ms, position 1: 'soon' is not a time" in faulty(tmp_path, rank={"start_ms": "0.0 soon 1 2 3"})
+    assert "'inf' is not a time" in faulty(tmp_path, rank={"end_ms": "0.0 1.0 1.2 inf inf"})
+    assert "finishes at 7.0 ms, before" in faulty(tmp_path, rank={"finish_ms": 7.0})
     assert "stage 1 is placed on rank 4" in faulty(tmp_path, placement=[0, 4])
 
 
