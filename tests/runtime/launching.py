@@ -130,7 +130,13 @@ def write_plan(folder: Path, plan: Plan, num_replicas: int = 1) -> Path:
     return folder
 
 
-def launch(num_processes: int, cases: Sequence[dict[str, Any]], folder: Path, timeout_s: int = 540) -> None:
+def launch(
+    num_processes: int,
+    cases: Sequence[dict[str, Any]],
+    folder: Path,
+    timeout_s: int = 540,
+    script: str = "worker.py",
+) -> None:
     """Run the cases under the real ``deepspeed`` launcher; their results lie in ``folder`` afterwards."""
     listing = folder / "cases.json"
     listing.write_text(json.dumps(list(cases)))
@@ -148,7 +154,7 @@ def launch(num_processes: int, cases: Sequence[dict[str, Any]], folder: Path, ti
         str(num_processes),
         "--master_port",
         str(_free_port()),
-        str(Path(__file__).with_name("worker.py")),
+        str(Path(__file__).with_name(script)),
         "--cases",
         str(listing),
     ]

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,10 @@ def refuse(case: dict[str, Any]) -> dict[str, Any]:
     return {"refused": None, "message": ""}
 
 
-def main() -> None:
+KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"train": train, "trace": trace, "refuse": refuse}
+
+
+def main(kinds: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = KINDS) -> None:
     """Run every case of the list, one after another."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
@@ -174,7 +177,7 @@ def main() -> None:
     for case in json.loads(arguments.cases.read_text()):
         faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
         try:
-            result = {"train": train, "trace": trace, "refuse": refuse}[case["kind"]](case)
+            result = kinds[case["kind"]](case)
         except Exception:
             traceback.print_exc()
             print(f"case {case['name']} failed on rank {rank}", file=sys.stderr, flush=True)
