@@ -19,6 +19,7 @@ import sys
 import time
 
 from pipeplan.errors import InfeasibleError
+from pipeplan.plan.types import Plan
 from pipeplan.search.exact import ExactResult, solve_order
 from pipeplan.simulate import CostTable, StageCosts
 from tests.benchmarks.exact_instances import SmallInstance, small_instance
@@ -49,8 +50,9 @@ def main() -> int:
         costs = table.stage_costs(instance.partition, instance.placement)
         bounds = itertools.pairwise(instance.partition.bounds)
         can_split = [table.can_split(first, last) for first, last in bounds]
+        found = _search(instance, arguments.search_time_limit) if arguments.search else None
         started = time.monotonic()
-        exact = _solve(instance, costs, can_split, arguments.time_limit)
+        exact = _solve(instance, costs, can_split, arguments.time_limit, found)
         line = f"{instance.name:<62}"
         if exact is None:
             line += "nothing fits"
@@ -58,23 +60,25 @@ def main() -> int:
             state = "proved" if exact.is_proved else f"not proved, gap {exact.gap:.2%}"
             line += f"{exact.makespan_ns / 1e6:9.3f} ms  {state:<24}{time.monotonic() - started:5.1f} s"
             num_proved += exact.is_proved
-        if arguments.search and exact is not None:
-            found_ns = _search(instance, arguments.search_time_limit)
+        if exact is not None and found is not None and found.prediction is not None:
+            gap = found.prediction.makespan_ns / exact.makespan_ns - 1.0
             if exact.is_proved:
-                gaps.append(found_ns / exact.makespan_ns - 1.0)
-            line += f"  search {found_ns / exact.makespan_ns - 1.0:+.3%}"
+                gaps.append(gap)
+            line += f"  search {gap:+.3%}"
         if arguments.referee:
             from tests.benchmarks.referee import solve_with_cp_sat
 
             usable = [instance.cluster.usable_bytes(rank) for rank in range(instance.cluster.num_ranks)]
-            found, least = solve_with_cp_sat(
+            theirs, least = solve_with_cp_sat(
                 costs, instance.num_micro_batches, usable, can_split, time_limit_s=arguments.referee_time_limit
             )
-            num_referee_proved += found == least
-            if exact is not None and (least > exact.makespan_ns or (found or exact.makespan_ns) < exact.lower_bound_ns):
+            num_referee_proved += theirs == least
+            if exact is not None and (
+                least > exact.makespan_ns or (theirs or exact.makespan_ns) < exact.lower_bound_ns
+            ):
                 num_disagreeing += 1
                 line += "  CP-SAT DISAGREES"
-            line += f"  CP-SAT {'none' if found is None else f'{found / 1e6:.3f}'} >= {least / 1e6:.3f}"
+            line += f"  CP-SAT {'none' if theirs is None else f'{theirs / 1e6:.3f}'} >= {least / 1e6:.3f}"
         print(line, flush=True)
 
     print(f"\nproved: {num_proved} of {arguments.instances}")
@@ -89,7 +93,7 @@ def main() -> int:
 
 
 def _solve(
-    instance: SmallInstance, costs: StageCosts, can_split: list[bool], time_limit_s: float
+    instance: SmallInstance, costs: StageCosts, can_split: list[bool], time_limit_s: float, found: Plan | None
 ) -> ExactResult | None:
     try:
         return solve_order(
@@ -97,6 +101,7 @@ def _solve(
             instance.num_micro_batches,
             [instance.cluster.usable_bytes(rank) for rank in range(instance.cluster.num_ranks)],
             can_split_by_stage=can_split,
+            incumbent=None if found is None else found.order,
             work_limit=10**12,
             time_limit_s=time_limit_s,
         )
@@ -104,19 +109,21 @@ def _solve(
         return None
 
 
-def _search(instance: SmallInstance, time_limit_s: float) -> int:
+def _search(instance: SmallInstance, time_limit_s: float) -> Plan | None:
     """Return what the default search makes of the same layout."""
     from pipeplan.search.optimize import optimize
 
-    result = optimize(
-        instance.profile,
-        instance.cluster,
-        num_micro_batches=instance.num_micro_batches,
-        partition=instance.partition,
-        placement=instance.placement,
-        time_limit_s=time_limit_s,
-    )
-    return result.makespan_ns
+    try:
+        return optimize(
+            instance.profile,
+            instance.cluster,
+            num_micro_batches=instance.num_micro_batches,
+            partition=instance.partition,
+            placement=instance.placement,
+            time_limit_s=time_limit_s,
+        ).plan
+    except InfeasibleError:
+        return None
 
 
 if __name__ == "__main__":

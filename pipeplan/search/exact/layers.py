@@ -89,10 +89,15 @@ class Layer:
         self.table.fill(EMPTY)
 
     def keep_best(self, width: int, num_stages: int) -> int | None:
-        """Drop the dead and all but the best ``width`` states; return the least bound dropped alive, if any."""
+        """Drop the dead and all but the best ``width`` states; return the least bound dropped alive, if any.
+
+        Half of them are best by the bound, half by the sum: the busiest rank alone misleads where another is late.
+        """
         count = int(self.count[0])
         alive = np.flatnonzero(self.is_alive[:count])
-        by_promise = alive[np.lexsort((self.sums[alive], self.bounds[alive]))]
+        by_promise = alive
+        if len(alive) > width:
+            by_promise = alive[_in_turn(self.bounds[alive], self.sums[alive])]
         kept, dropped = by_promise[:width], by_promise[width:]
         least_dropped = int(self.bounds[dropped].min()) if len(dropped) else None
         for column in (self.rows, self.bounds, self.sums, self.parents, self.actions):
@@ -102,6 +107,14 @@ class Layer:
         self.count[0] = len(kept)
         _rebuild_table(self.rows, self.table, self.following, len(kept), num_stages)
         return least_dropped
+
+
+def _in_turn(bounds: IntArray, sums: IntArray) -> IntArray:
+    """Return the indices by bound and by sum in turn, each once."""
+    both = np.empty(2 * len(bounds), dtype=np.int64)
+    both[0::2], both[1::2] = np.lexsort((sums, bounds)), np.lexsort((bounds, sums))
+    _, first = np.unique(both, return_index=True)
+    return both[np.sort(first)]
 
 
 @njit(cache=True)
