@@ -22,7 +22,6 @@ from pipeplan.cli.verify import verify
 from pipeplan.errors import PipeplanError
 
 EXIT_ERROR = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="pipeplan",
@@ -66,18 +65,11 @@ def pipeplan(
 
 
 def main() -> None:
-    """Run the command line; exits 0 when done, 1 on a PipeplanError, 2 on wrong usage."""
+    """Run the command line; exits 0 when done, 1 on a PipeplanError, 2 on wrong usage, 130 on Ctrl-C."""
     try:
         app(prog_name="pipeplan")
     except PipeplanError as error:
         if os.environ.get("PIPEPLAN_DEBUG"):
             raise
         print_message(f"error: {error}")
-        sys.exit(EXIT_ERROR)
-    except KeyboardInterrupt:
-        print_message("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing to say, and Python must not say it at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_ERROR)
