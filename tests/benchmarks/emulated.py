@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emulated_layers import DEVICE, emulated_profile
+from emulated_layers import DEVICE, emulated_profile, set_priority
 from rich.console import Console
 from rich.table import Table
 
@@ -375,7 +375,10 @@ def print_engines(found: Sequence[tuple[Run, list[tuple[str, Case, Case]]]]) -> 
     for run, rows in found:
         for label, ours, stock in rows:
             ratios.append(ours.step_ms / stock.step_ms)
-            table.add_row(str(run.num_ranks), label, f"{stock.step_ms:.1f}", f"{ours.step_ms:.1f}", f"{ratios[-1]:.3f}")
+            table.add_row(
+                str(run.num_ranks), label, f"{stock.step_ms:.1f}", f"{ours.step_ms:.1f}", f"{ratios[-1]:.3f}",
+                f"{stock.result['busy_cores']:.2f}", f"{ours.result['busy_cores']:.2f}",
+            )  # fmt: skip
     console.print(table)
     console.print(f"largest ratio {max(ratios):.3f} (target 1.02: {verdict(max(ratios), 1.02)})")
 
@@ -467,9 +470,11 @@ def compare_real(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     model = layers_from_factory("real_model:factory", HERE)
+    set_priority(is_raised=True)  # as the ranks are timed
     profile = measure_profile(
         model, device="cpu", micro_batch_size=1, sequence_length=real_model.NUM_TOKENS, device_name="cpu"
     )
+    set_priority(is_raised=False)
     cluster = equal_ranks(2, profile.devices[0])
     run = Run(arguments.output / "real", 2, arguments.steps)
     count = 8

@@ -57,7 +57,7 @@ def emulated_profile(profile: Profile, *, num_stages: int, stage_forward_ms: flo
         profile,
         layers=tuple(layers),
         source="measured",
-        state_bytes_per_parameter=0.0,
+        state_bytes_per_parameter=4 / _PARAMETERS_PER_WEIGHT,  # gradients; the rest is there before a batch
         count_boundary_buffers=True,
         model_source=None,
         extra={},

@@ -116,7 +116,7 @@ def run(case: dict[str, Any]) -> None:
     )
     is_real = case.get("real", False)
     data = real_micro_batches() if is_real else micro_batches()
-    is_quiet = not is_real and set_priority(is_raised=True)  # ranks that compute would keep others off the cores
+    is_quiet = set_priority(is_raised=True)
     step_ms, traces, cpu_s = [], [], 0.0
     for number in range(_NUM_WARM_UPS + case["num_steps"]):
         dist.barrier()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH = 256
-NUM_BLOCKS = 12
+NUM_BLOCKS = 8
 NUM_TOKENS = 256
 
 
