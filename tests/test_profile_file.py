@@ -123,6 +123,21 @@ times = st.builds(
 )
 
 
+NOTES = {
+    "software": {"torch": "2.14.1"},
+    "states": {"optimizer": "adamw", "zero_stage": 1, "data_parallel": 4},
+    "notes": ["interpolated"],
+    "layers": {
+        "layer 0: é": {
+            "output_tensors": ["float32[1, 2]"],
+            "spread": {"gpu": {"F": {"relative_spread": 0.01, "num_samples": 5}}},
+            "skewed_routing_ms": {"gpu": {"F": 1.5, "B": 3.0}},
+            "measured_as": "0123456789abcdef",
+        }
+    },
+}  # everything that a profile may hold beside costs
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
     count = draw(st.integers(1, 4))
@@ -156,7 +171,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         count_boundary_buffers=draw(st.booleans()),
         layers=tuple(layers),
         model_source={"factory": "a.b:c", "root": "somewhere"},
-        extra={"layers": {}},
+        extra=draw(st.just({}) | st.just(NOTES)),
     )
 
 
@@ -173,5 +188,7 @@ def test_file_and_digest(tmp_path: Path) -> None:
     again = read_profile(tmp_path / "again.yaml")
     assert again == profile
     assert profile_digest(again) == profile_digest(profile)
+    notes = {**NOTES, "layers": {"layers.0": {"measured_as": "0123456789abcdef"}}}
+    assert profile_digest(replace(profile, extra=notes)) == profile_digest(profile)
     changed = replace(profile, layers=(profile.layers[0], replace(profile.layers[1], activation_bytes=1)))
     assert profile_digest(changed) != profile_digest(profile)

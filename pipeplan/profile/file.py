@@ -50,6 +50,16 @@ class _LayerEntry(Document):
     recompute: _RecomputeEntry | None = None
     output_tensors: list[str] | None = None
     spread: dict[str, dict[str, _SpreadEntry]] | None = None
+    skewed_routing_ms: dict[str, _TimesEntry] | None = None
+    measured_as: str | None = None
+
+
+class _StatesEntry(Document):
+    """What ``state_bytes_per_parameter`` was computed for."""
+
+    optimizer: str
+    zero_stage: int
+    data_parallel: int = Field(ge=1)
 
 
 class _ProfileDocument(Document):
@@ -63,6 +73,8 @@ class _ProfileDocument(Document):
     count_boundary_buffers: bool = True
     model_source: dict[str, Any] | None = None
     software: dict[str, str] | None = None
+    states: _StatesEntry | None = None
+    notes: list[str] | None = None
     layers: list[_LayerEntry] = Field(min_length=1)
 
 
@@ -120,8 +132,13 @@ def profile_from_document(content: Mapping[str, Any], path: Path | str) -> Profi
     extra: dict[str, Any] = {}
     if document.software is not None:
         extra["software"] = document.software
-    notes = {entry.name: _notes(entry) for entry in document.layers}
-    extra["layers"] = {name: note for name, note in notes.items() if note}
+    if document.states is not None:
+        extra["states"] = document.states.model_dump()
+    if document.notes is not None:
+        extra["notes"] = document.notes
+    notes = {entry.name: note for entry in document.layers if (note := _notes(entry))}
+    if notes:
+        extra["layers"] = notes
     profile = Profile(
         model=document.model,
         source=document.source,
@@ -148,6 +165,12 @@ def _notes(entry: _LayerEntry) -> dict[str, Any]:
         notes["spread"] = {
             device: {op: item.model_dump() for op, item in by_op.items()} for device, by_op in entry.spread.items()
         }
+    if entry.skewed_routing_ms is not None:
+        notes["skewed_routing_ms"] = {
+            device: item.model_dump(exclude_none=True) for device, item in entry.skewed_routing_ms.items()
+        }
+    if entry.measured_as is not None:
+        notes["measured_as"] = entry.measured_as
     return notes
 
 
@@ -186,6 +209,10 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         content["model_source"] = dict(profile.model_source)
     if "software" in profile.extra:
         content["software"] = dict(profile.extra["software"])
+    if "states" in profile.extra:
+        content["states"] = Flow(profile.extra["states"])
+    if "notes" in profile.extra:
+        content["notes"] = list(profile.extra["notes"])
     notes = profile.extra.get("layers", {})
     content["layers"] = [_layer_entry(layer, notes.get(layer.name, {})) for layer in profile.layers]
     return content
@@ -220,6 +247,10 @@ def _layer_entry(layer: LayerProfile, notes: Mapping[str, Any]) -> dict[str, Any
         entry["output_tensors"] = list(notes["output_tensors"])
     if "spread" in notes:
         entry["spread"] = Flow(notes["spread"])
+    if "skewed_routing_ms" in notes:
+        entry["skewed_routing_ms"] = Flow(notes["skewed_routing_ms"])
+    if "measured_as" in notes:
+        entry["measured_as"] = notes["measured_as"]
     return entry
 
 
@@ -231,7 +262,9 @@ def write_profile(profile: Profile, path: Path) -> None:
 def profile_digest(profile: Profile) -> str:
     """Return the digest that a plan records: of the content, not of the formatting or the notes on measuring."""
     content = profile_document(profile)
-    content.pop("software", None)
+    for key in ("software", "states", "notes"):
+        content.pop(key, None)
     for entry in content["layers"]:
-        entry.pop("spread", None)
+        for key in ("spread", "skewed_routing_ms", "measured_as"):
+            entry.pop(key, None)
     return digest(content)
