@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:4e7c380dfd170c8d2f596d3f4b6860a480d8771522b1954d975585f2cec575ae:
-32 micro-batches through 24 stages on 8 ranks. What rank 0 does:
+Plan sha256:25cc1515098578b5ac7682dc01844ffcf4b549d45b0b4844e0eff3dceda4b81b:
+32 micro-batches through 16 stages on 8 ranks. What rank 0 does:
 
     for instructions in Schedule(32, 8, stage_id=0).steps():
         print(instructions)

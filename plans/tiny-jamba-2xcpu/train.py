@@ -7,6 +7,7 @@ The deepspeed launcher starts it on every rank; launch.sh holds the line. It tak
     --data FILE.txt    text to train on, byte by byte
     --init FOLDER      Hugging Face safetensors to start from
     --losses FILE.json where to write the loss of every step
+    --trace FILE.yaml  where to write the measured timeline of the last step
     --trace FILE       where to write the measured timeline of the last step, for 'pipeplan show' and 'calibrate'
 """
 
