@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 DEFAULT_WORK_LIMIT = 150_000_000
+GUESSED_WORK_PER_S = 12_000_000.0
 ORDER_STEP_WEIGHT = 0.2  # the clock runs an order in about a fifth of the time that scheduling one takes
 
 
@@ -20,6 +21,12 @@ class Budget:
         self.work = 0.0
         self._started = time.monotonic()
         self.ended_by_clock = False
+
+    @property
+    def expected_work(self) -> float:
+        """How much work the limits allow, by a rough guess of the machine's speed where only the clock limits it."""
+        by_time = float("inf") if self.time_limit_s is None else self.time_limit_s * GUESSED_WORK_PER_S
+        return min(by_time, float("inf") if self.work_limit is None else float(self.work_limit))
 
     def spend(self, work: float) -> None:
         """Count work that was done."""

@@ -62,13 +62,17 @@ class OctoPipeResult:
 
     Attributes:
         start_ns: Makespan of the 1F1B that the tuner started from.
-        is_deterministic: Whether no clock ended the tuning.
+        is_deterministic: Whether neither a clock nor Ctrl-C ended the tuning.
+        was_interrupted: Whether Ctrl-C ended it; the plan is the best until then.
+        num_ops_tried: Ops simulated and scheduled: the unit of the work limit.
     """
 
     plan: Plan
     start_ns: int
     iterations: tuple[Iteration, ...]
     is_deterministic: bool
+    was_interrupted: bool
+    num_ops_tried: int
 
     @property
     def makespan_ns(self) -> int:
@@ -136,32 +140,38 @@ def tune_octopipe(
     start_ns = state.makespan_ns
     smallest_layer_ns = min(problem.layer_ns) * num_micro_batches
     iterations: list[Iteration] = []
-    while budget.fraction < 1.0:
-        plan = problem.plan(state.candidate, state.evaluation)
-        bubbles = simulate(plan, profile, cluster).bubble_by_rank
-        chosen = choose_phase(bubbles, smallest_layer_ns, can_balance=moves.can_balance(state))
-        phases = [chosen, *(phase for phase in Phase if phase is not chosen)] if mended else [chosen]
-        better: State | None = None
-        for phase in phases:
-            better = _best_move(moves, phase, state)
-            state = better or state
-            iterations.append(
-                Iteration(
-                    phase=phase,
-                    makespan_ns=state.makespan_ns,
-                    num_stages=state.candidate.partition.num_stages,
-                    has_gained=better is not None,
+    was_interrupted = False
+    try:
+        while budget.fraction < 1.0:
+            plan = problem.plan(state.candidate, state.evaluation)
+            bubbles = simulate(plan, profile, cluster).bubble_by_rank
+            chosen = choose_phase(bubbles, smallest_layer_ns, can_balance=moves.can_balance(state))
+            phases = [chosen, *(phase for phase in Phase if phase is not chosen)] if mended else [chosen]
+            better: State | None = None
+            for phase in phases:
+                better = _best_move(moves, phase, state)
+                state = better or state
+                iterations.append(
+                    Iteration(
+                        phase=phase,
+                        makespan_ns=state.makespan_ns,
+                        num_stages=state.candidate.partition.num_stages,
+                        has_gained=better is not None,
+                    )
                 )
-            )
-            if better is not None:
+                if better is not None:
+                    break
+            if better is None:
                 break
-        if better is None:
-            break
+    except KeyboardInterrupt:
+        was_interrupted = True
     return OctoPipeResult(
         plan=problem.plan(state.candidate, state.evaluation),
         start_ns=start_ns,
         iterations=tuple(iterations),
-        is_deterministic=not budget.ended_by_clock,
+        is_deterministic=not (budget.ended_by_clock or was_interrupted),
+        was_interrupted=was_interrupted,
+        num_ops_tried=int(budget.work),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which placements are worth searching: stages looped over the ranks or folded back and forth, with whole or part laps."""
+"""Which placements are worth searching: stages looped over the ranks or folded back and forth, in whole or part laps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ MAX_LAPS = 6
 
 
 def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
-    """Return the placements to start from, ranks by stage; only the fixed one if there is one."""
+    """Return the placements to start from, ranks by stage, the most promising first; only the fixed one if there is one.
+
+    More laps mean shorter ramps but more transfers and a larger search; an extra stage on the first rank of the next lap
+    takes the head off the last one.
+    """
     fixed = problem.constraints
     if fixed.placement is not None:
         return [fixed.placement.rank_by_stage]
@@ -24,8 +28,14 @@ def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
             found.extend((whole, (*whole, after[len(whole)])))
             if fixed.partition is not None and len(whole) < most < len(after):
                 found.append(after[:most])
-    unique = list(dict.fromkeys(found))
-    return [ranks for ranks in unique if least <= len(ranks) <= most and _is_plain(ranks)]
+    unique = [ranks for ranks in dict.fromkeys(found) if least <= len(ranks) <= most and _is_plain(ranks)]
+    return sorted(unique, key=lambda ranks: _promise(ranks, num_ranks))
+
+
+def _promise(ranks: tuple[int, ...], num_ranks: int) -> tuple[int, int]:
+    laps, left_over = divmod(len(ranks), num_ranks)
+    order = (2, 1, 3, 4, 5, 6)
+    return (order.index(laps) if laps in order else len(order)) + (2 if left_over else 0), laps
 
 
 def _is_plain(ranks: tuple[int, ...]) -> bool:

@@ -41,11 +41,12 @@ from pipeplan.simulate import EncodedOrder
 IntArray = NDArray[np.int64]
 
 CHUNK_WORK = 1_500_000.0
-ROUND_SHARES = (0.14, 0.12, 0.12, 0.14)
-ORDER_SHARE = 0.46
-NUM_REPLICAS = 1
-KEPT_SHARE = 0.5
-HOT, COLD = 0.02, 0.0004
+ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)  # of the budget; the rest goes to local search on orders
+KEPT_SHARE = 0.4
+MAX_REPLICAS = 4  # tracks for one placement, which end up far apart
+FIRST_STEPS = 500  # that a track should get in the first round, for another replica to pay
+FEWEST_STEPS = 120  # that a track should get in the first round, to be started at all
+HOT, COLD = 0.006, 0.0003
 ORDER_HOT, ORDER_COLD = 0.004, 0.0001
 BOUNDARY_SHARE = 0.15
 
@@ -105,8 +106,7 @@ class Tuner:
     def run(self) -> None:
         """Search until the budget is used."""
         tracks = self._tracks
-        for ranks in placements(self._problem, self._num_atoms):
-            tracks.extend(self._track(ranks) for _ in range(NUM_REPLICAS))
+        tracks.extend(self._starting_tracks())
         temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
         for number, share in enumerate(ROUND_SHARES):
             until = self._budget.fraction + share
@@ -118,6 +118,17 @@ class Tuner:
             del tracks[max(3, round(len(tracks) * KEPT_SHARE)) :]
         self._search_orders(tracks)
         self._fuse()
+
+    def _starting_tracks(self) -> list[Track]:
+        """Return tracks for as many placements and replicas as the budget can follow."""
+        starts = placements(self._problem, self._num_atoms)
+        per_stage = 3.0 * self._problem.num_micro_batches
+        first_work = ROUND_SHARES[0] * self._budget.expected_work
+        while len(starts) > 1 and sum(map(len, starts)) * per_stage * FEWEST_STEPS > first_work:
+            starts.pop()
+        once = sum(map(len, starts)) * per_stage * FIRST_STEPS
+        num_replicas = min(MAX_REPLICAS, max(1, round(first_work / once)))
+        return [self._track(ranks) for ranks in starts for _ in range(num_replicas)]
 
     def _track(self, ranks: tuple[int, ...]) -> Track:
         num_stages = len(ranks)

@@ -71,7 +71,7 @@ def exact_plan(
     work_limit: int = 3_000_000,
     time_limit_s: float | None = None,
 ) -> ExactPlan:
-    """Return the best plan of a small problem, with a proof where the limits allow it.
+    """Return the best plan of a small problem, with a proof where the limits allow it; Ctrl-C ends it early.
 
     With partition and placement fixed, the order is optimised; of what is not fixed, all layouts with up to
     ``max_stages_per_rank`` stages a rank are gone through, neighbouring stages on different ranks.
@@ -126,6 +126,10 @@ def exact_plan(
         bounds[index] = max(bounds[index], outcome.lower_bound_ns)
         if outcome.order is not None:
             best, best_layout, best_ns = outcome, layout, outcome.makespan_ns
+        if outcome.was_interrupted:
+            if best is None:
+                raise KeyboardInterrupt
+            break
     if best is None or best_layout is None or best.order is None:
         raise InfeasibleError(_explain(len(layouts), is_proved=min(bounds) >= NEVER))
     candidate = Candidate(

@@ -81,6 +81,8 @@ def solve_order(
         count_boundaries=count_boundaries, incumbent=incumbent, work_limit=work_limit, time_limit_s=time_limit_s,
     )  # fmt: skip
     if outcome.order is None:
+        if outcome.was_interrupted:
+            raise KeyboardInterrupt
         raise InfeasibleError(
             "no order of this partition and placement fits the memory of every rank; give more memory, fewer layers to "
             "the fullest rank, or recompute"
@@ -102,12 +104,14 @@ class Outcome:
 
     Attributes:
         lower_bound_ns: No order is faster; ``NEVER`` where none fits at all; at most ``makespan_ns`` otherwise.
+        was_interrupted: Whether Ctrl-C ended it; order and bound hold all the same.
     """
 
     order: Order | None
     makespan_ns: int
     lower_bound_ns: int
     num_nodes: int
+    was_interrupted: bool
 
 
 def search_order(
@@ -130,12 +134,17 @@ def search_order(
     search.makespan_ns = below_ns
     if incumbent is not None:
         search.offer(incumbent)
-    search.run(can_split_by_stage)
+    was_interrupted = False
+    try:
+        search.run(can_split_by_stage)
+    except KeyboardInterrupt:
+        was_interrupted = True
     return Outcome(
         order=search.order,
         makespan_ns=search.makespan_ns,
         lower_bound_ns=search.lower_bound_ns,
         num_nodes=search.num_nodes,
+        was_interrupted=was_interrupted,
     )
 
 
