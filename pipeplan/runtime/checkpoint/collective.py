@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pipeplan.errors import CheckpointError, PipeplanError
@@ -147,7 +148,7 @@ def _write_own_layers(
     owner_by_tied = _owner_by_tied(module)
     names = _layer_names(module)
     num_replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
-    whole = _gatherer(engine) if num_replicas > 1 else None
+    whole = _gatherer(engine)
     outlines: dict[int, Described] = {}
     sizes: dict[str, int] = {}
     error: str | None = None
@@ -165,10 +166,11 @@ def _write_own_layers(
             outlines[index] = (captured.outline, captured.settings_by_weight)
             if index % num_replicas == replica and error is None:
                 sizes |= write_layer(captured.state, index, folder)
-        except (CheckpointError, OSError, RuntimeError) as failure:
-            error = str(failure) if isinstance(failure, CheckpointError) else f"{folder} can't be written: {failure}"
-            if isinstance(failure, CheckpointError):  # the same on all replicas, which share the optimizer's kind
-                break
+        except CheckpointError as failure:  # the replicas have the same kind of optimizer, and stop here too
+            error = str(failure)
+            break
+        except (OSError, RuntimeError, SafetensorError) as failure:
+            error = f"rank {dist.get_rank()} can't write to {folder}: {failure}"
     reports = _exchange((outlines, sizes, error))
     for _, _, failed in reports:
         if failed is not None:
@@ -219,12 +221,14 @@ def _write_rest(
 
 
 def _gatherer(engine: Any) -> Callable[[Tensor, Slot, nn.Parameter], Tensor]:
-    """Return what puts a weight's tensor together from the parts that the replicas hold; collective over them."""
-    group = engine.grid.get_data_parallel_group()
+    """Return what puts a weight's tensor together from the parts that the replicas hold; it is collective over them."""
+    group, num_replicas = engine.grid.get_data_parallel_group(), engine.grid.data_parallel_size
 
     def whole(part: Tensor, slot: Slot, weight: nn.Parameter) -> Tensor:
         if not slot.is_flat:
             return part
+        if num_replicas == 1:
+            return part.view(weight.shape)
         gathered = torch.zeros(weight.numel(), dtype=part.dtype, device=part.device)
         gathered.narrow(0, slot.weight_start, slot.num_elements).copy_(part)
         # As bytes: the others add zero, and a sum of numbers would turn -0.0 into 0.0.
@@ -358,10 +362,11 @@ def _same_tag(tag: str) -> str:
 
 def _same_folder(load_folder: Path, tag: str | None) -> Path:
     """Return the checkpoint's folder as rank 0 finds it, which every rank must see."""
-    folder = _exchange(_attempt(lambda: find_folder(load_folder, tag)))[0]
-    if isinstance(folder, CheckpointError):
-        raise folder
-    seen: Path = folder
+    found, failure = _attempt(lambda: find_folder(load_folder, tag))
+    folder = _exchange(_message(failure) if failure is not None else found)[0]
+    if isinstance(folder, str):
+        raise CheckpointError(folder)
+    seen: Path = folder[0]
     _agreed(lambda: _check_seen(seen))
     return seen
 
@@ -386,22 +391,27 @@ def _agreed(act: Callable[[], ResultT]) -> ResultT:
     Raises:
         CheckpointError: The error of the lowest rank that raised.
     """
-    result = _attempt(act)
-    errors = _exchange(str(result) if isinstance(result, CheckpointError) else None)
+    result, failure = _attempt(act)
+    errors = _exchange(None if failure is None else _message(failure))
+    if failure is not None and not isinstance(failure, (PipeplanError, OSError)):
+        raise failure  # a fault of ours: its traceback tells more
     for error in errors:
         if error is not None:
             raise CheckpointError(error)
-    assert not isinstance(result, CheckpointError)
-    return result
+    assert result is not None
+    return result[0]
 
 
-def _attempt(act: Callable[[], ResultT]) -> ResultT | CheckpointError:
+def _attempt(act: Callable[[], ResultT]) -> tuple[tuple[ResultT] | None, Exception | None]:
+    """Return what ``act`` returns, in a tuple, or what it raises: the others must hear of it before we go on."""
     try:
-        return act()
-    except CheckpointError as error:
-        return error
-    except (PipeplanError, OSError) as error:
-        return CheckpointError(f"rank {dist.get_rank()}: {error}")
+        return (act(),), None
+    except Exception as error:
+        return None, error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, PipeplanError) else f"rank {dist.get_rank()}: {error}"
 
 
 def _exchange(own: Any) -> list[Any]:
