@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Op, OpKind, Order
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile
-from pipeplan.search.exact import ExactResult, exact_plan, solve_order
+from pipeplan.search.exact import ExactResult, exact_plan, solve, solve_order
 from pipeplan.simulate import EncodedOrder, StageCosts, encode_order, peak_bytes_by_rank, run_clock, simulate
 
 F, B, I, W = OpKind  # noqa: E741  the field's own letters
@@ -197,6 +198,25 @@ def test_starts_from_an_incumbent() -> None:
     tight: list[int | None] = [int(peak) - 1 for peak in peaks]
     capped = solve_order(costs, 3, tight, can_split_by_stage=[True] * 3, incumbent=first.order)
     check_result(capped, costs, 3, tight, [0, 0], count_boundaries=False)
+
+
+def test_interruption_keeps_order_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a wide pass leaves the order of the passes before, with a bound that still holds."""
+    costs = random_costs(random.Random(2), (0, 1, 2, 0, 1, 2), transfer_ns=1)
+    caps: list[int | None] = [int(state) + 30 for state in costs.state_bytes]
+    whole = solve_order(costs, 4, caps, can_split_by_stage=[True] * 6)
+    narrow = solve._beam
+
+    def interrupt_wide(*arguments: Any) -> Any:
+        if arguments[1] > solve.FIRST_WIDTH:
+            raise KeyboardInterrupt
+        return narrow(*arguments)
+
+    monkeypatch.setattr(solve, "_beam", interrupt_wide)
+    result = solve_order(costs, 4, caps, can_split_by_stage=[True] * 6)
+    check_result(result, costs, 4, caps, [0, 0, 0], count_boundaries=False)
+    assert result.lower_bound_ns <= whole.makespan_ns
+    assert not result.is_proved
 
 
 def test_exact_plan_is_the_best_of_all_layouts() -> None:

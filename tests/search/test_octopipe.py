@@ -17,6 +17,7 @@ from pipeplan.plan.orders import one_f_one_b
 from pipeplan.plan.types import Plan
 from pipeplan.profile import read_profile
 from pipeplan.search.octopipe import Phase, choose_phase, tune_octopipe
+from pipeplan.search.octopipe_moves import Moves, State
 from pipeplan.search.partition import split_uniform
 from pipeplan.simulate import Bubble, simulate
 from tests.strategies import clusters, profiles
@@ -93,7 +94,7 @@ def test_published_case() -> None:
     """The rule as published comes within 1 % of the published 89,870 ticks from 1F1B, and mending it helps."""
     cluster = equal_ranks(4, "h800-sxm", memory_gb=92)  # what the published plan keeps
     plain = tune_octopipe(GOLDEN, cluster, num_micro_batches=8)
-    mended = tune_octopipe(GOLDEN, cluster, num_micro_batches=8, mended=True)
+    mended = tune_octopipe(GOLDEN, cluster, num_micro_batches=8, mended=True, work_limit=6_000_000)
     assert plain.start_ns == 129_306 * NS_PER_TICK
     assert plain.makespan_ns <= 1.01 * 89_870 * NS_PER_TICK
     assert mended.makespan_ns < plain.makespan_ns
@@ -116,6 +117,19 @@ def test_published_layout() -> None:
     assert result.plan.partition.num_layers_by_stage == tuple(sizes)
     assert result.plan.placement.rank_by_stage == ranks
     assert result.makespan_ns <= 89_870 * NS_PER_TICK
+
+
+def test_interruption_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the tuning at the best plan so far, and the result says so."""
+
+    def interrupt(self: Moves, state: State) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Moves, "rearrange", interrupt)
+    result = tune_octopipe(GOLDEN, equal_ranks(4, "h800-sxm"), num_micro_batches=8)
+    assert result.was_interrupted
+    assert not result.is_deterministic
+    assert result.makespan_ns < result.start_ns
 
 
 def test_caps_can_be_ignored() -> None:
