@@ -10,6 +10,7 @@ import typer
 
 from pipeplan import __version__
 from pipeplan.cli.calibrate import calibrate
+from pipeplan.cli.cluster import cluster
 from pipeplan.cli.console import print_message
 from pipeplan.cli.export import export
 from pipeplan.cli.import_ import import_plan
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 # In the order of a user's way through them. Their modules import nothing heavy, so that --help stays quick.
 app.command()(profile)
+app.command()(cluster)
 app.command()(optimize)
 app.command()(show)
 app.command()(verify)

@@ -71,7 +71,7 @@ def state_bytes(
     if num_replicas < 1:
         raise ProfileError(f"data parallelism needs at least 1 replica, got {num_replicas}")
     weight_bytes = _WEIGHT_BYTES_BY_DTYPE[dtype]
-    # ZeRO-1 accumulates bf16 gradients in fp32 (BF16_Optimizer); without it, and for fp16, they have the weights' dtype.
+    # ZeRO-1 accumulates bf16 gradients in fp32 (BF16_Optimizer); otherwise they have the dtype of the weights.
     gradient_bytes = _FP32_BYTES if dtype == "bf16" and stage == 1 else weight_bytes
     # ZeRO-1 keeps fp32 copies of its shard even of fp32 weights.
     master_bytes = 0 if dtype == "fp32" and stage == 0 else _FP32_BYTES
