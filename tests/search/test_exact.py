@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeplan.cluster import equal_ranks
 from pipeplan.errors import InfeasibleError, PlanError
+from pipeplan.plan.check import check_plan
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Op, OpKind, Order
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile
 from pipeplan.search.exact import ExactResult, exact_plan, solve, solve_order
 from pipeplan.simulate import EncodedOrder, StageCosts, encode_order, peak_bytes_by_rank, run_clock, simulate
+from tests.strategies import clusters, profiles
 
 F, B, I, W = OpKind  # noqa: E741  the field's own letters
 
@@ -237,6 +241,32 @@ def test_exact_plan_is_the_best_of_all_layouts() -> None:
         if len(set(ranks)) == 2 and all(here != there for here, there in itertools.pairwise(ranks))
     ]
     assert result.makespan_ns == min(fixed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_exact_plans_are_valid(data: st.DataObject) -> None:
+    """On any small input: a whole plan, as fast as it says, within every cap, not below its own bound or the work."""
+    num_ranks = data.draw(st.integers(1, 3), label="ranks")
+    profile = data.draw(profiles(min_layers=num_ranks, max_layers=4, tied=num_ranks > 1))
+    cluster = data.draw(clusters(num_ranks=num_ranks))
+    cap_bytes = data.draw(st.none() | st.integers(20, 400).map(lambda size: size * 10**6), label="cap")
+    cluster = replace(cluster, ranks=tuple(replace(rank, memory_bytes=cap_bytes) for rank in cluster.ranks))
+    num_micro_batches = data.draw(st.integers(1, 3), label="micro-batches")
+    try:
+        result = exact_plan(profile, cluster, num_micro_batches, work_limit=20_000)
+    except InfeasibleError:
+        return
+    check_plan(result.plan, profile)
+    timeline = simulate(result.plan, profile, cluster)
+    assert timeline.prediction == result.plan.prediction
+    assert result.lower_bound_ns <= result.makespan_ns == timeline.makespan_ns
+    assert max(timeline.busy_ns_by_rank) <= result.makespan_ns
+    for rank, peak in enumerate(timeline.memory_by_rank):
+        usable = cluster.usable_bytes(rank)
+        assert usable is None or peak.total <= usable
+    incumbent = exact_plan(profile, cluster, num_micro_batches, work_limit=20_000, incumbent=result.plan)
+    assert incumbent.makespan_ns <= result.makespan_ns
 
 
 def test_exact_plan_refuses_what_is_too_large() -> None:
