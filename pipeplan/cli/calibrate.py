@@ -42,10 +42,15 @@ def calibrate(
     from pipeplan.cli.console import print_json, print_message, print_result
     from pipeplan.cli.render import rich_table
     from pipeplan.cluster import write_cluster
-    from pipeplan.plan.folder import CLUSTER_FILE, PROFILE_FILE
+    from pipeplan.errors import FileFormatError
+    from pipeplan.plan.folder import CLUSTER_FILE, PLAN_FILE, PROFILE_FILE
     from pipeplan.profile.file import write_profile
     from pipeplan.program.trace import read_trace
 
+    if (output / PLAN_FILE).is_file():
+        raise FileFormatError(
+            f"{output} holds a plan, which keeps the costs it was made for; name another folder with -o"
+        )
     measured = [read_trace(path) for path in traces]
     loaded = _load(plan or traces[0].parent, profile, cluster, is_named=plan is not None)
     result = calibrate_costs(measured, loaded.profile, loaded.cluster)

@@ -77,3 +77,24 @@ def test_a_broken_trace_writes_nothing(run: Run, tmp_path: Path, trace: Path) ->
     assert outcome.status == 1
     assert len(outcome.err.splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_a_plan_keeps_its_costs(run: Run, golden_plan: Path, trace: Path) -> None:
+    """Writing into the plan's folder, whose profile the plan names by digest, is refused and changes nothing."""
+    before = (golden_plan / "profile.yaml").read_text()
+    outcome = run("calibrate", trace, "-o", golden_plan)
+    assert outcome.status == 1
+    assert "name another folder" in outcome.err
+    assert (golden_plan / "profile.yaml").read_text() == before
+
+
+def test_another_model_is_refused(run: Run, tmp_path: Path, trace: Path, golden_plan: Path) -> None:
+    """A trace whose layers are not the profile's is refused with both counts."""
+    other = tmp_path / "plan.yaml"
+    text = trace.read_text()
+    partition = load_plan(golden_plan).plan.partition.num_layers_by_stage
+    changed = [partition[0] + 1, *partition[1:]]
+    other.write_text(text.replace(f"partition: {list(partition)}", f"partition: {changed}"))
+    outcome = run("calibrate", other, "--plan", golden_plan, "-o", tmp_path / "new")
+    assert outcome.status == 1
+    assert f"{sum(changed)} layers" in outcome.err
