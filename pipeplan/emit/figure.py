@@ -38,6 +38,7 @@ _CHARACTER_INCHES = 0.058  # of a digit at _NUMBER_POINTS, with a little air
 _EDGE_POINTS = 0.3
 _NARROW_INCHES = 0.03
 _PALEST = 0.55  # share of white in the last stage of a rank
+_BITMAP_DPI = 300
 _MAX_VECTOR_OPS = 6_000  # above this the boxes become a bitmap, so that the file stays small
 
 
@@ -55,7 +56,9 @@ def timeline_svg(*panels: tuple[str | None, Timeline]) -> str:
         figure = draw_timelines(*panels)
         stream = io.StringIO()
         # Without date and version the file changes only when the picture does.
-        FigureCanvasSVG(figure).print_figure(stream, format="svg", metadata={"Date": None, "Creator": None})
+        FigureCanvasSVG(figure).print_figure(
+            stream, format="svg", dpi=_BITMAP_DPI, metadata={"Date": None, "Creator": None}
+        )
     return stream.getvalue()
 
 
