@@ -110,7 +110,7 @@ def observe_messages(traces: Sequence[Trace]) -> MessageObservation:
                 layer = trace.partition.bounds[max(message.source_stage, message.target_stage)] - 1
                 key = (placed[message.source_stage], placed[message.target_stage], layer)
                 waited[key].append(wait.end_ns - send.start_ns)
-    margin_ns = 2 * max((max(samples) for samples in waited.values()), default=0)
+    margin_ns = 2 * max((median(samples) for samples in waited.values()), default=0)
     ready = [wait.duration_ns for send, wait in pairs if wait.start_ns > send.end_ns + margin_ns]
     if not ready and pairs:  # every message was waited for: the quickest wait is the best guess
         ready = [min(wait.duration_ns for _, wait in pairs)]
