@@ -12,6 +12,7 @@ from pipeplan import __version__
 from pipeplan.cli.calibrate import calibrate
 from pipeplan.cli.cluster import cluster
 from pipeplan.cli.console import print_message
+from pipeplan.cli.convert import convert
 from pipeplan.cli.export import export
 from pipeplan.cli.import_ import import_plan
 from pipeplan.cli.optimize import optimize
@@ -43,6 +44,7 @@ app.command()(simulate)
 app.command()(export)
 app.command("import")(import_plan)
 app.command()(calibrate)
+app.command()(convert)
 app.command()(quickstart)
 
 

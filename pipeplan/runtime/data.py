@@ -53,14 +53,17 @@ class ByteText:
 
 
 def text_micro_batches(
-    text: ByteText, micro_batch_size: int, num_replicas: int, replica: int
+    text: ByteText, micro_batch_size: int, num_replicas: int, replica: int, num_seen: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, labels) without end; the labels are the tokens, which a causal loss shifts.
 
     Micro-batch m of a replica follows micro-batch m of the replica before it, so that a step takes the next global
     batch in order whatever the number of replicas.
+
+    Args:
+        num_seen: Micro-batches of each replica to leave out.
     """
-    first = replica * micro_batch_size
+    first = (num_seen * num_replicas + replica) * micro_batch_size
     while True:
         tokens = text.samples(first, micro_batch_size)
         yield tokens, tokens
@@ -68,10 +71,15 @@ def text_micro_batches(
 
 
 def sampled_micro_batches(
-    sample_batch: SampleBatch, micro_batch_size: int, sequence_length: int, num_replicas: int, replica: int
+    sample_batch: SampleBatch,
+    micro_batch_size: int,
+    sequence_length: int,
+    num_replicas: int,
+    replica: int,
+    num_seen: int = 0,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a factory's sample batches without end, each with a seed of its own."""
-    seed = replica
+    """Yield a factory's sample batches without end, each with a seed of its own, ``num_seen`` of them left out."""
+    seed = num_seen * num_replicas + replica
     while True:
         yield sample_batch(micro_batch_size, sequence_length, seed)
         seed += num_replicas

@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed import comm as dist
 
 import pipeplan.runtime
-from pipeplan.errors import PipeplanError, ProfileError
+from pipeplan.errors import CheckpointError, PipeplanError, ProfileError
 from pipeplan.files import write_text
 from pipeplan.model.source import model_from_source
 from pipeplan.model.types import ModelLayers
@@ -49,6 +49,9 @@ def _parser(folder: Path) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of dropout")
     parser.add_argument("--data", type=Path, help="text file; default: a small text that comes with pipeplan")
     parser.add_argument("--init", type=Path, help="folder of Hugging Face safetensors to start from")
+    parser.add_argument("--resume", type=Path, help="folder of checkpoints; the latest goes on, under this plan")
+    parser.add_argument("--save", type=Path, help="folder to save a checkpoint to after the last step")
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save that often, too")
     parser.add_argument("--losses", type=Path, help="JSON file to write the loss and time of every step to")
     parser.add_argument("--trace", type=Path, help="file to write the measured timeline of the last step to")
     return deepspeed.add_config_arguments(parser)
@@ -68,21 +71,32 @@ def _train(folder: Path, options: argparse.Namespace) -> None:
         model=module,
         model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
     )
+    if options.resume is not None:
+        _resume(engine, options.resume)
     micro_batches = _micro_batches(model, profile, engine, options.data)
     losses: list[float] = []
     step_ms: list[float] = []
-    for step in range(options.steps):
+    for step in range(engine.global_steps, engine.global_steps + options.steps):
         start = time.perf_counter()
         losses.append(float(engine.train_batch(data_iter=micro_batches)))
         step_ms.append((time.perf_counter() - start) * 1000)
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+        is_last = len(losses) == options.steps
+        if options.save is not None and (is_last or (options.save_every and (step + 1) % options.save_every == 0)):
+            engine.save_checkpoint(options.save)
     if options.losses is not None and dist.get_rank() == 0:
         write_text(options.losses, json.dumps({"losses": losses, "step_ms": step_ms}))
     if options.trace is not None:
         trace = engine.trace()
         if dist.get_rank() == 0:
             write_trace(trace, options.trace)
+
+
+def _resume(engine: PlannedPipelineEngine, folder: Path) -> None:
+    loaded, _ = engine.load_checkpoint(folder)
+    if loaded is None:
+        raise CheckpointError(f"{folder} holds no checkpoint to resume from; name a folder that --save wrote to")
 
 
 def _model_of(profile: Profile, folder: Path, seed: int) -> ModelLayers:
@@ -99,7 +113,8 @@ def _micro_batches(
 ) -> Iterator[Any]:
     num_replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
     size, length = profile.micro_batch_size, profile.sequence_length
+    num_seen = engine.global_samples // (num_replicas * size)  # what a resumed run has trained on already
     if model.vocab_size is None and data is None:  # nothing says that the model reads tokens
-        return sampled_micro_batches(model.sample_batch, size, length, num_replicas, replica)
+        return sampled_micro_batches(model.sample_batch, size, length, num_replicas, replica, num_seen)
     text = ByteText(data or template_path("data/text.txt"), length, model.vocab_size)
-    return text_micro_batches(text, size, num_replicas, replica)
+    return text_micro_batches(text, size, num_replicas, replica, num_seen)

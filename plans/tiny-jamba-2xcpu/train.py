@@ -6,8 +6,10 @@ The deepspeed launcher starts it on every rank; launch.sh holds the line. It tak
     --seed S           of the initial weights
     --data FILE.txt    text to train on, byte by byte
     --init FOLDER      Hugging Face safetensors to start from
+    --resume FOLDER    checkpoints to go on from, whatever plan saved them
+    --save FOLDER      where to save a checkpoint after the last step
+    --save-every N     save one every N steps, too
     --losses FILE.json where to write the loss of every step
-    --trace FILE.yaml  where to write the measured timeline of the last step
     --trace FILE       where to write the measured timeline of the last step, for 'pipeplan show' and 'calibrate'
 """
 
