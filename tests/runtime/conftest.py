@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests, 
 
 import cases
 import launching
+import torch
+
+torch.set_num_threads(1)  # as in the workers: how bf16 rounds depends on the number of threads
 
 Results = Callable[[Any], list[dict[str, Any]]]
 
