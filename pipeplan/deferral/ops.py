@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 
@@ -368,5 +369,6 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary tensor: no subclass, nothing that vmap or grad transforms wrapped."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether ``tensor`` is an ordinary or a fake tensor: no other subclass, nothing that vmap or grad wrapped."""
+    is_known = type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
+    return is_known and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -70,14 +70,9 @@ class WeightGradientStore:
 
         Does nothing when the backward of ``key`` deferred nothing.
         """
-        stashed = self._stashed_by_key.pop(key, None)
-        if not stashed:
+        contributions_by_target = self._take(key)
+        if not contributions_by_target:
             return
-        contributions_by_target: dict[int, tuple[Tensor, list[Callable[[], Tensor]]]] = {}
-        for entry in stashed:
-            for target, gradient in entry.contributions():
-                contributions_by_target.setdefault(id(target), (target, []))[1].append(gradient)
-        stashed.clear()
         # The gradients are computed inside backward nodes, one a parameter: the engine then holds the only
         # reference and AccumulateGrad keeps the new tensor as .grad. Passing ready gradients to backward() makes
         # it copy every one of them, and all of them would be alive at once.
@@ -86,14 +81,33 @@ class WeightGradientStore:
         contributions_by_target.clear()
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
+    def gradients(self, key: Hashable) -> list[Tensor]:
+        """Compute the weight gradients of ``key`` as ``run`` does, but return them instead of accumulating them."""
+        with torch.no_grad():
+            return [_total(parts) for _, parts in self._take(key).values()]
+
+    def _take(self, key: Hashable) -> dict[int, tuple[Tensor, list[Callable[[], Tensor]]]]:
+        """Forget what ``key`` holds but for what computes its gradients: by tensor, the parts of its gradient."""
+        contributions_by_target: dict[int, tuple[Tensor, list[Callable[[], Tensor]]]] = {}
+        stashed = self._stashed_by_key.pop(key, [])
+        for entry in stashed:
+            for target, gradient in entry.contributions():
+                contributions_by_target.setdefault(id(target), (target, []))[1].append(gradient)
+        stashed.clear()
+        return contributions_by_target
+
     def discard(self, key: Hashable) -> None:
         """Forget what ``key`` holds without computing its gradients."""
         self._stashed_by_key.pop(key, None)
 
     def held_bytes(self, key: Hashable) -> int:
         """Return the bytes that ``key`` holds from I to W: distinct storages of stashed data and gradients."""
+        return storage_bytes(self.held_tensors(key))
+
+    def held_tensors(self, key: Hashable) -> list[Tensor]:
+        """Return the stashed data and gradients of ``key``; several may share a storage."""
         stashed = self._stashed_by_key.get(key, [])
-        return storage_bytes(tensor for entry in stashed for tensor in (entry.data, entry.gradient))
+        return [tensor for entry in stashed for tensor in (entry.data, entry.gradient)]
 
     def add(self, key: Hashable, entry: Stashed) -> None:
         """Keep what one op of the backward of ``key`` leaves for W."""
@@ -101,11 +115,11 @@ class WeightGradientStore:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind ``tensors``; a view or an expanded tensor adds nothing."""
+    """Return the bytes of the distinct storages behind living ``tensors``; a view or an expanded one adds nothing."""
     bytes_by_storage = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+        bytes_by_storage[storage._cdata] = storage.nbytes()  # fake tensors have no address
     return sum(bytes_by_storage.values())
 
 
@@ -120,8 +134,12 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        contributions: list[Callable[[], Tensor]] = ctx.contributions
-        total = contributions.pop(0)()
-        while contributions:
-            total.add_(contributions.pop(0)())
-        return total, None
+        return _total(ctx.contributions), None
+
+
+def _total(contributions: list[Callable[[], Tensor]]) -> Tensor:
+    """Add up the parts of one gradient, each forgotten as soon as it is computed."""
+    total = contributions.pop(0)()
+    while contributions:
+        total.add_(contributions.pop(0)())
+    return total

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeplan.model.anatomy import Anatomy, Others, layer_result, split_hidden
 from pipeplan.model.initialise import initialised_part, initialised_shell
@@ -67,9 +68,10 @@ class ForwardContext:
             return self._run(hidden, extras, extras["inputs_embeds"], training)[index]
         with torch.no_grad():
             embeds = hidden.detach()  # only its shape, type and device count
-            if type(embeds) is not Tensor:  # fake tensors and the like must not outlive their mode
+            if type(embeds) not in (Tensor, FakeTensor):  # wrapped by a transform, which they must not outlive
                 return self._run(hidden, extras, embeds, training)[index]
-            key = (hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled())
+            fake_mode = getattr(embeds, "fake_mode", None)  # fake tensors are of no use outside their own mode
+            key = (hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled(), fake_mode)
             if extras.get("position_ids") is not None:
                 return self._run(hidden, extras, embeds, training)[index]
             mask = extras.get("attention_mask")

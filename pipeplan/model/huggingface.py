@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipeplan.errors import ModelError
 from pipeplan.model.anatomy import Anatomy, dissect
@@ -58,7 +59,8 @@ class HuggingFaceModel:
     @cached_property
     def context(self) -> ForwardContext:
         """What the model's forward hands to its decoder layers, shared by all of them in this process."""
-        return ForwardContext(self.anatomy)
+        with unset_fake_temporarily():  # it outlives any fake mode that a layer is built in
+            return ForwardContext(self.anatomy)
 
     @cached_property
     def owner_by_name(self) -> Mapping[str, str]:

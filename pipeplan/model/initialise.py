@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipeplan.errors import ModelError
 from pipeplan.model.shells import shell_of
@@ -19,13 +21,19 @@ def initialised_part(owner: Any, path: str, seed: int) -> nn.Module:
     Args:
         owner: The ``PreTrainedModel`` that the part belongs to; its ``_init_weights`` sets the values.
         path: A child of ``owner``, or a member of one of its module lists.
-        seed: The values depend on it alone; the global random state stays as it is.
+        seed: The values depend on it alone; the global random state stays as it is. Inside a ``FakeTensorMode`` the
+            copy holds fake tensors, which have no values.
 
     Raises:
         ModelError: transformers leaves a weight or buffer of the part without a value; names it.
     """
     config = owner.config
-    part: nn.Module = copy.deepcopy(owner.get_submodule(path), {id(config): config}).to_empty(device="cpu")
+    mode = active_fake_mode()
+    with unset_fake_temporarily():
+        part: nn.Module = copy.deepcopy(owner.get_submodule(path), {id(config): config})
+    if mode is not None:
+        return _faked(part)
+    part = part.to_empty(device="cpu")
     _erase(part)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -36,6 +44,22 @@ def initialised_part(owner: Any, path: str, seed: int) -> nn.Module:
         surroundings._modules[list_name or name] = nn.ModuleList([part]) if list_name else part
         owner._init_weights(surroundings)
     _check_values(part, f"{type(owner).__name__}.{path}")
+    return part
+
+
+def _faked(part: nn.Module) -> nn.Module:
+    """Return ``part`` with fake tensors on the CPU for its weights and buffers: sizes without values."""
+    fakes: dict[int, torch.Tensor] = {}
+    for module in part.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                table[name] = fakes[id(tensor)]  # type: ignore[assignment]
     return part
 
 

@@ -52,6 +52,7 @@ class _LayerEntry(Document):
     spread: dict[str, dict[str, _SpreadEntry]] | None = None
     skewed_routing_ms: dict[str, _TimesEntry] | None = None
     measured_as: str | None = None
+    fused_activation_bytes: int | None = Field(default=None, ge=0)
 
 
 class _StatesEntry(Document):
@@ -171,6 +172,8 @@ def _notes(entry: _LayerEntry) -> dict[str, Any]:
         }
     if entry.measured_as is not None:
         notes["measured_as"] = entry.measured_as
+    if entry.fused_activation_bytes is not None:
+        notes["fused_activation_bytes"] = entry.fused_activation_bytes
     return notes
 
 
@@ -251,6 +254,8 @@ def _layer_entry(layer: LayerProfile, notes: Mapping[str, Any]) -> dict[str, Any
         entry["skewed_routing_ms"] = Flow(notes["skewed_routing_ms"])
     if "measured_as" in notes:
         entry["measured_as"] = notes["measured_as"]
+    if "fused_activation_bytes" in notes:
+        entry["fused_activation_bytes"] = notes["fused_activation_bytes"]
     return entry
 
 
@@ -265,6 +270,6 @@ def profile_digest(profile: Profile) -> str:
     for key in ("software", "states", "notes"):
         content.pop(key, None)
     for entry in content["layers"]:
-        for key in ("spread", "skewed_routing_ms", "measured_as"):
+        for key in ("spread", "skewed_routing_ms", "measured_as", "fused_activation_bytes"):
             entry.pop(key, None)
     return digest(content)

@@ -30,10 +30,10 @@ def activation_bytes(run: Callable[[Any], Any], make_inputs: Callable[[], Any], 
 
 
 class _Kept(dict[int, int]):
-    """Bytes by address of storage, and the tensors that keep those storages alive."""
+    """Bytes by storage, and the tensors that keep those storages alive; fake tensors have no addresses to go by."""
 
     def __init__(self, tensors: list[Tensor], graph: Any) -> None:
-        super().__init__((storage.data_ptr(), storage.nbytes()) for storage in map(Tensor.untyped_storage, tensors))
+        super().__init__((storage._cdata, storage.nbytes()) for storage in map(Tensor.untyped_storage, tensors))
         self.tensors = tensors
         self.graph = graph
 
@@ -109,13 +109,13 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or storage.data_ptr() in known or self._known.get(storage.data_ptr()) is storage:
+            if storage.nbytes() == 0 or storage._cdata in known or self._known.get(storage._cdata) is storage:
                 continue
-            self._known[storage.data_ptr()] = storage
+            self._known[storage._cdata] = storage
             self.current += storage.nbytes()
             weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.current)

@@ -94,7 +94,7 @@ def measure_profile(
     if dtype not in DTYPES:
         raise ProfileError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}; use one of {', '.join(DTYPES)}")
     target = _usable_device(device)
-    name = device_name or _device_name(target)
+    name = device_name or device_name_of(target)
     measured = {} if measured is None else measured
     clock = clock_for(target)
     setting = _Setting(target, DTYPES[dtype], clock, budget, _call_overhead_ns(clock, target))
@@ -158,7 +158,7 @@ class _Setting:
 
 
 @dataclass(slots=True)
-class _Pass:
+class Pass:
     """Forward and backward of one layer on inputs of their own, as the runtime would run them."""
 
     run: Callable[[Any], Any]
@@ -202,16 +202,16 @@ def _measure_layer(
     outputs = run(make_inputs())
     described = tensors_in(outputs)
     roots = [tensor for tensor in described if tensor.requires_grad]
-    gradients = [_gradient_of(root) for root in roots]
+    gradients = [gradient_of(root) for root in roots]
     if roots:
         torch.autograd.backward(roots, gradients)  # .grad exists from here on, as for all micro-batches but the first
     outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
 
-    def start(runner: Callable[[Any], Any]) -> _Pass:
-        return _Pass(runner, make_inputs(), gradients)
+    def start(runner: Callable[[Any], Any]) -> Pass:
+        return Pass(runner, make_inputs(), gradients)
 
     store = WeightGradientStore()
-    held_bytes, workspace_bytes = _measure_bytes(start(run), store, setting.device)
+    held_bytes, workspace_bytes = measure_bytes(start(run), store, setting.device)
     time_plain = _round(lambda: start(run), store, setting.clock, setting.overhead_ns_by_op)
     time_recomputing = _round(lambda: start(run_recomputing), store, setting.clock, setting.overhead_ns_by_op)
     with _without_collection():
@@ -235,7 +235,7 @@ def _measure_layer(
     )
 
 
-def _measure_bytes(one: _Pass, store: WeightGradientStore, device: torch.device) -> tuple[int, int]:
+def measure_bytes(one: Pass, store: WeightGradientStore, device: torch.device) -> tuple[int, int]:
     """Return the bytes held from I to W, and the workspace."""
     meter = PeakMeter(device)
     with meter.recording():
@@ -250,7 +250,7 @@ def _measure_bytes(one: _Pass, store: WeightGradientStore, device: torch.device)
 
 
 def _round(
-    start: Callable[[], _Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
+    start: Callable[[], Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
 ) -> Callable[[], dict[str, int]]:
     """Return a function that times F and B, then F, I and W, once, less the overhead of the calls."""
     can_split = True
@@ -302,7 +302,7 @@ def _call_overhead_ns(clock: Clock, device: torch.device) -> dict[str, int]:
     durations: dict[str, list[int]] = {"F": [], "B": [], "I": []}
     for _ in range(_NUM_OVERHEAD_ROUNDS):
         for op in ("B", "I"):
-            one = _Pass(lambda value: value.view_as(value), value, [gradient])
+            one = Pass(lambda value: value.view_as(value), value, [gradient])
             durations["F"].append(clock.time(one.forward)[1])
             durations[op].append(clock.time(one.backward if op == "B" else input_half)[1])
     overhead = {op: Samples(tuple(found)).median_ns for op, found in durations.items()}
@@ -321,7 +321,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _gradient_of(output: Tensor) -> Tensor:
+def gradient_of(output: Tensor) -> Tensor:
     """Return a gradient to start a backward from; small, since parameters accumulate it round after round."""
     return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output) * 1e-3
 
@@ -346,7 +346,8 @@ def _usable_device(device: str) -> torch.device:
     raise ProfileError(f"layers can be measured on cpu or cuda, not on {device!r}")
 
 
-def _device_name(device: torch.device) -> str:
+def device_name_of(device: torch.device) -> str:
+    """Return what profiles and clusters call the type of a device, unless a user names it."""
     if device.type == "cpu":
         return "cpu"
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
