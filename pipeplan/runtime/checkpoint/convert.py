@@ -18,8 +18,8 @@ from pipeplan.model.weights import load_weights, save_weights
 from pipeplan.runtime.checkpoint.capture import capture_layer
 from pipeplan.runtime.checkpoint.files import (
     check_files,
-    commit_folder,
     find_folder,
+    new_checkpoint,
     read_weights,
     start_folder,
     write_layer,
@@ -41,11 +41,10 @@ def checkpoint_from_huggingface(model: ModelLayers, source: Path, save_folder: P
         FileFormatError: The source holds no checkpoint, or a file of it can't be read.
         CheckpointError: It can't be written.
     """
-    partial = start_folder(save_folder, _TAG)
     owner_by_tied = _owner_by_tied(model)
     outlines: list[LayerOutline] = []
     sizes: dict[str, int] = {}
-    try:
+    with new_checkpoint(save_folder, _TAG) as partial:
         for index, layer in enumerate(model.layers):
             module = _build(layer)
             if module is not None:
@@ -55,12 +54,7 @@ def checkpoint_from_huggingface(model: ModelLayers, source: Path, save_folder: P
             outlines.append(captured.outline)
         sizes |= write_training_state(training_state(Progress(), None, {}, num_replicas=1), partial)
         write_manifest(Outline(layers=tuple(outlines), model=model.name, owner_by_tied=owner_by_tied), sizes, partial)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {save_folder / _TAG} can't be written: {error}") from None
-    finally:
-        if len(outlines) < len(model.layers):
-            shutil.rmtree(partial, ignore_errors=True)
-    return commit_folder(save_folder, _TAG, is_latest=True)
+    return save_folder / _TAG
 
 
 def huggingface_from_checkpoint(model: ModelLayers, source: Path, output: Path, tag: str | None = None) -> None:

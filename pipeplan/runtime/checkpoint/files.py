@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,23 @@ def commit_folder(save_folder: Path, tag: str, *, is_latest: bool) -> Path:
     if is_latest:
         write_text(save_folder / LATEST, tag)
     return folder
+
+
+@contextmanager
+def new_checkpoint(save_folder: Path, tag: str) -> Iterator[Path]:
+    """Yield a folder to write a checkpoint into, which appears under its name afterwards if nothing was raised.
+
+    Raises:
+        CheckpointError: It can't be written.
+    """
+    partial = start_folder(save_folder, tag)
+    try:
+        yield partial
+        commit_folder(save_folder, tag, is_latest=True)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {save_folder / tag} can't be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def find_folder(load_folder: Path, tag: str | None = None) -> Path:

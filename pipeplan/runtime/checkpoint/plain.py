@@ -14,13 +14,12 @@ from pipeplan.runtime.checkpoint.capture import capture_layer, number_groups
 from pipeplan.runtime.checkpoint.files import (
     check_files,
     check_tag,
-    commit_folder,
     find_folder,
+    new_checkpoint,
     optimizer_file,
     read_optimizer,
     read_training_state,
     read_weights,
-    start_folder,
     weights_file,
     write_layer,
     write_training_state,
@@ -71,8 +70,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path, tag: str | None = Non
         CheckpointError: It can't be written; then nothing is there.
     """
     tag = check_tag(f"global_step{checkpoint.outline.progress.steps}" if tag is None else tag)
-    partial = start_folder(folder, tag)
-    try:
+    with new_checkpoint(folder, tag) as partial:
         bytes_by_file: dict[str, int] = {}
         for index, layer in enumerate(checkpoint.layers):
             bytes_by_file |= write_layer(layer, index, partial)
@@ -81,9 +79,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path, tag: str | None = Non
         )
         bytes_by_file |= write_training_state(state, partial)
         write_manifest(checkpoint.outline, bytes_by_file, partial)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder / tag} can't be written: {error}") from None
-    return commit_folder(folder, tag, is_latest=True)
+    return folder / tag
 
 
 def capture_checkpoint(
