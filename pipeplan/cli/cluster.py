@@ -35,9 +35,9 @@ def cluster(
 ) -> None:
     """Draft a cluster file from a hostfile, data sheets and rules of thumb; the file says which figure is which.
 
-    Measure the links before a long run, on the hosts themselves. It writes the measured ones into a copy of the draft:
+    Measure the links before a long run, on the hosts themselves. This writes them into a copy of the draft:
 
-    deepspeed --hostfile FILE --module pipeplan.runtime.links --cluster cluster.yaml -o measured.yaml
+    deepspeed --no_local_rank --hostfile FILE --module pipeplan profile --links --cluster cluster.yaml -o measured.yaml
 
     Example: pipeplan cluster --hostfile hostfile --gpu h100-sxm -o cluster.yaml
     """

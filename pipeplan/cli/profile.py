@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 _WIDE_SPREAD = 0.10  # relative; a median of five is then known to about 5 %
 _SHAPE = "Shape"
 _MEASURING = "Measuring"
+_LINKS = "Links (started by the deepspeed launcher)"
 
 
 def profile(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")],
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="MODEL", help="A Hugging Face config.json or its folder, package.module:factory, or a template."
+            metavar="MODEL",
+            help="A Hugging Face config.json or its folder, package.module:factory, or a template.",
+            show_default=False,
         ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Profile file to write.")],
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to measure: cpu or cuda.")] = "cpu",
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", min=1, help="Samples of a micro-batch.", rich_help_panel=_SHAPE)
@@ -57,15 +60,36 @@ def profile(
         str | None,
         typer.Option("--device-name", help="Device type to record, such as h100-sxm.", rich_help_panel=_MEASURING),
     ] = None,
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Measure the links between ranks, not a model.", rich_help_panel=_LINKS),
+    ] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", help="Cluster file whose links to measure.", rich_help_panel=_LINKS),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure the time and memory of every layer of a model, forward and backward, on this machine.
 
     Example: pipeplan profile tiny-nemotron-h --sequence-length 128 -o profile.yaml
+
+    With --links, started by the launcher, it measures the links between the processes into a cluster file:
+
+    deepspeed --no_local_rank --num_gpus 4 --module pipeplan profile --links -o cluster.yaml
     """
     from pipeplan.errors import ProfileError
 
+    if links:
+        from pipeplan.cli.links import profile_links
+
+        if model is not None:
+            raise typer.BadParameter("--links measures no model; leave MODEL out")
+        profile_links(cluster, output, json=json, quiet=quiet)
+        return
+    if model is None:
+        raise typer.BadParameter("name a model to profile, or give --links")
     if device not in ("cpu", "cuda"):
         raise ProfileError(
             f"device {device!r}: layers are measured on cpu or cuda; profiles for a GPU that is not here can't be "

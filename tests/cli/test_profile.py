@@ -55,3 +55,18 @@ def test_bad_input_is_one_clear_message(run: Run, tmp_path: Path, arguments: tup
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert not path.exists()
+
+
+def test_without_the_launcher(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started alone, the command says how it is started; nothing is written."""
+    monkeypatch.delenv("RANK", raising=False)
+    outcome = run("profile", "--links", "-o", tmp_path / "cluster.yaml")
+    assert outcome.status == 1
+    assert "deepspeed --no_local_rank --num_gpus N --module pipeplan profile --links" in outcome.err
+    assert not (tmp_path / "cluster.yaml").exists()
+
+
+def test_links_measure_no_model(run: Run, tmp_path: Path) -> None:
+    """A model and --links together are wrong usage, and so is neither."""
+    assert run("profile", "tiny-llama", "--links", "-o", tmp_path / "x").status == 2
+    assert run("profile", "-o", tmp_path / "x").status == 2

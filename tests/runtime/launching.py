@@ -141,19 +141,12 @@ def launch(
     listing = folder / "cases.json"
     listing.write_text(json.dumps(list(cases)))
     launcher = Path(sys.executable).with_name("deepspeed")
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[2])),
-    }
     command = [
         str(launcher),
         "--num_gpus",
         str(num_processes),
         "--master_port",
-        str(_free_port()),
+        str(free_port()),
         str(Path(__file__).with_name(script)),
         "--cases",
         str(listing),
@@ -162,7 +155,7 @@ def launch(
     with log.open("w") as stream:
         # A session of its own, so that a hang can be ended with everything that the launcher started.
         process = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=cpu_environment(), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             status: int | None = process.wait(timeout_s)
@@ -173,12 +166,24 @@ def launch(
     assert status == 0, f"exit status {status} (None: still running after {timeout_s} s)\n" + log.read_text()[-12000:]
 
 
+def cpu_environment() -> dict[str, str]:
+    """Return the environment of a launch on CPUs: this Python, these helpers and this checkout, one thread."""
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[2])),
+    }
+
+
 def result_of(folder: Path, name: str, num_processes: int) -> list[dict[str, Any]]:
     """Return what every rank saved for a case."""
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_processes)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
