@@ -44,9 +44,10 @@ def lower_bound_ns(problem: Problem) -> int:
 
 
 def _atom_times(problem: Problem) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return F, the part of the backward that the stage before waits for, and F + whole backward; [num_ranks, num_atoms].
+    """Return F, the part of the backward that the stage before waits for, and F + whole backward.
 
-    Sums over the layers of an atom; each layer with the cheapest of B, of I + W, and of both with recomputation.
+    Each [num_ranks, num_atoms]: sums over the layers of an atom, each layer with the cheapest of B, of I + W, and of
+    both with recomputation.
     """
     firsts = np.array(atom_bounds(problem.profile.layers)[:-1], dtype=np.int64)
     rows = []
@@ -75,7 +76,7 @@ def _work_ns(problem: Problem, forward: FloatArray, backward: FloatArray, whole:
     it starts after they have run; unless W can be put last, it must also end before their backwards. Which rank is the
     k-th is open, so that these waits only count where all ranks are equal.
     """
-    num_ranks, num_atoms = whole.shape
+    num_ranks = len(whole)
     count = problem.num_micro_batches
     overhead = problem.table.overhead_ns
     waits = np.zeros(num_ranks)
@@ -115,6 +116,8 @@ def _work_ns(problem: Problem, forward: FloatArray, backward: FloatArray, whole:
             bounds=Bounds(np.zeros(size), np.full(size, np.inf)),
             options={"node_limit": NODE_LIMIT, "mip_rel_gap": 1e-6},
         )
-    bound = getattr(solved, "mip_dual_bound", None)
-    fractional = (float(amounts @ kinds.min(axis=1)) * count + base.sum()) / num_ranks
-    return fractional if bound is None or not np.isfinite(bound) else max(fractional, float(bound) * scale)
+    bound: float | None = getattr(solved, "mip_dual_bound", None)
+    fractional = float((amounts @ kinds.min(axis=1)) * count + base.sum()) / num_ranks
+    if bound is None or not np.isfinite(bound):
+        return fractional
+    return max(fractional, float(bound) * scale)

@@ -1,4 +1,4 @@
-"""Search over partitions and rules together: each step changes a few and lets the list scheduler make an order of them."""
+"""Search over partitions and rules together: each step changes a few and has the list scheduler make an order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,15 @@ class Genome(NamedTuple):
 
     def copy(self) -> Genome:
         """Return a copy that shares nothing."""
-        return Genome(*(array.copy() for array in self))
+        return Genome(
+            atoms=self.atoms.copy(),
+            ranks=self.ranks.copy(),
+            knobs=self.knobs.copy(),
+            limit_change=self.limit_change.copy(),
+            urgency=self.urgency.copy(),
+            is_fused=self.is_fused.copy(),
+            is_recomputed=self.is_recomputed.copy(),
+        )
 
 
 class Freedom(NamedTuple):
@@ -100,7 +108,7 @@ def build_workshop(instance: Instance, num_stages: int, margin_bytes: IntArray) 
     )
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def group_stages(ranks, stages_of_rank, stage_offsets):  # type: ignore[no-untyped-def]
     """List the stages of each rank, ascending."""
     num_ranks = stage_offsets.shape[0] - 1
@@ -114,7 +122,7 @@ def group_stages(ranks, stages_of_rank, stage_offsets):  # type: ignore[no-untyp
     stage_offsets[num_ranks] = at
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def schedule_genome(instance, genome, workshop, longest_ns):  # type: ignore[no-untyped-def]
     """Return the score of a genome, its makespan if it fits; the order is left in the workshop's listing.
 
@@ -167,23 +175,23 @@ def schedule_genome(instance, genome, workshop, longest_ns):  # type: ignore[no-
     rules = Rules(
         workshop.due_forward_ns,
         workshop.due_backward_ns,
-        np.int64(knobs[PACE] * unit),
+        int(knobs[PACE] * unit),
         workshop.limit,
         workshop.is_fused,
         knobs[PATIENCE],
         knobs[W_FIT],
-        np.int64(knobs[W_BACKLOG] * unit),
+        int(knobs[W_BACKLOG] * unit),
     )
     makespan = list_schedule(
-        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets, np.int64(min(longest_ns, 4e18)),
-        workshop.listing,
+        costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets,
+        np.int64(min(longest_ns, 4e18)), workshop.listing,
     )  # fmt: skip
     if makespan >= 0:
         return np.float64(makespan)
     return TOO_LONG_SCORE if makespan == TOO_LONG else NO_MEMORY_SCORE
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def assign(target, source):  # type: ignore[no-untyped-def]
     """Copy a genome's arrays into another's."""
     target.atoms[:] = source.atoms
@@ -195,17 +203,16 @@ def assign(target, source):  # type: ignore[no-untyped-def]
     target.is_recomputed[:] = source.is_recomputed
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def shift_boundaries(atoms, ranks, state):  # type: ignore[no-untyped-def]
     """Move an atom from one stage to another; the stages between them slide along. Return whether it could."""
     num_stages = atoms.shape[0]
     if num_stages < 2:
         return False
     donor = below(state, num_stages)
+    taker = below(state, num_stages)
     if uniform(state) < 0.5:  # neighbours: one boundary
         taker = donor + 1 if uniform(state) < 0.5 else donor - 1
-    else:
-        taker = below(state, num_stages)
     if taker < 0 or taker >= num_stages or taker == donor:
         return False
     count = 1
@@ -218,7 +225,7 @@ def shift_boundaries(atoms, ranks, state):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _balance_ranks(instance, genome, state):  # type: ignore[no-untyped-def]
     """Move an atom off a rank with much work, or onto one with little; return whether it could."""
     num_stages = genome.atoms.shape[0]
@@ -251,7 +258,7 @@ def _balance_ranks(instance, genome, state):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
     num_stages = genome.atoms.shape[0]
     changed = False
@@ -309,14 +316,14 @@ def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
             first = last
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def evolve(  # type: ignore[no-untyped-def]
     instance, current, best, trial, scores, workshop, freedom, num_steps, hot, cold, state
 ):  # fmt: skip
     """Anneal from ``current`` for ``num_steps`` steps; keep the best genome in ``best``; return the ops scheduled.
 
-    ``scores``, [2], holds the score of ``current`` and of ``best`` and is updated. ``hot`` and ``cold`` are temperatures
-    as shares of the makespan.
+    ``scores``, [2], holds the score of ``current`` and of ``best`` and is updated. ``hot`` and ``cold`` are
+    temperatures as shares of the makespan.
     """
     num_ops = 0
     for step in range(num_steps):

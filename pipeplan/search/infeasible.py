@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeplan.errors import PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.search.partition import split_by_time
 from pipeplan.search.problem import Problem
@@ -46,8 +47,8 @@ def explain_infeasible(problem: Problem, partition: Partition, placement: Placem
     reserve = problem.cluster.memory_reserve_bytes
     reserved = f" (after the reserve of {_gb(reserve)})" if reserve else ""
     closest = (
-        f"no plan fits: rank {rank} needs at least {_gb(int(needed[rank]))} to run one micro-batch at a time and may use "
-        f"{_gb(usable)}{reserved}, {_gb(missing)} too little, in the layout that comes closest "
+        f"no plan fits: rank {rank} needs at least {_gb(int(needed[rank]))} to run one micro-batch at a time and may "
+        f"use {_gb(usable)}{reserved}, {_gb(missing)} too little, in the layout that comes closest "
         f"({_short(partition.num_layers_by_stage)} layers on ranks {_short(placement.rank_by_stage)})"
     )
     return f"{closest}; {_remedies(problem, partition, placement)}"
@@ -83,7 +84,7 @@ def _enough_ranks(problem: Problem) -> int | None:
     for num_ranks in range(problem.num_ranks + 1, min(len(layers), 8 * problem.num_ranks) + 1):
         try:
             partition = split_by_time(layers, per_layer, num_ranks)
-        except Exception:  # noqa: BLE001  fewer atoms than ranks: no more to try
+        except PlanError:  # fewer places to cut than ranks: no more to try
             return None
         heaviest = max(
             sum(per_layer[index] for index in partition.layers(stage))

@@ -179,7 +179,7 @@ def as_stage_costs(costs: Costs) -> StageCosts:
     return StageCosts(**fields)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margin_bytes, costs):  # type: ignore[no-untyped-def]
     """Fill ``costs`` for a partition (atoms of each stage) and placement; return whether tied atoms sit as they must.
 
@@ -233,12 +233,12 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
     return sits_right
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _all_reduce_ns(count, num_bytes, latency_ns, gb_per_s):  # type: ignore[no-untyped-def]
     return 2 * (count - 1) * latency_ns + np.int64(np.rint(2 * (count - 1) / count * num_bytes / gb_per_s))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _share_weights(instance, num_atoms_by_stage, rank_by_stage, parameters, tail_ns):  # type: ignore[no-untyped-def]
     """Count a weight that several atoms of a rank share once, and what reductions take after the last op.
 

@@ -2,8 +2,8 @@
 
 Time runs forward over all ranks at once; whenever a rank is free it takes the most urgent op that is ready. Urgency is
 a due time: of stage s and micro-batch m, ``due_forward[s] + pace * m`` (or ``due_backward``). How many micro-batches
-may be between F and backward of a stage is limited (``limit``), and so is memory. W runs where the rank would idle, when
-too much of it has piled up, or when its memory is needed.
+may be between F and backward of a stage is limited (``limit``), and so is memory. W runs where the rank would idle,
+when too much of it has piled up, or when its memory is needed.
 
 No stall: a forward is admitted only if afterwards the micro-batches in flight could still be finished one after the
 other, oldest first (the banker's rule, on every rank in the same sequence). Where holding on to W's inputs would break
@@ -50,19 +50,19 @@ class Rules(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Room for an order while it is built, [num_ranks, most ops a rank can have]; packed as (stage, kind, micro-batch)."""
+    """Room for an order while it is built: packed ops, [num_ranks, most ops a rank can have], and their numbers."""
 
     ops: NDArray[np.int64]
     counts: NDArray[np.int64]
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, inline="always")
 def pack(stage, kind, micro_batch):  # type: ignore[no-untyped-def]
     """Return an op as one integer."""
     return (stage << 34) | (kind << 32) | micro_batch
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets, longest_ns, listing):  # type: ignore[no-untyped-def]
     """Return the makespan of the order written to ``listing``; ``STALLED`` or ``TOO_LITTLE_MEMORY`` if there is none.
 
@@ -146,15 +146,14 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                         soon = min(soon, ready)
                         if due < soon_due:
                             soon_due, soon_of_due = due, ready
-                    elif due < best_due or due < blocked_due:
-                        if _is_safe(
-                            stage, index, rank, activation, room[rank] + pending_bytes[rank], full[rank],
-                            next_forward, next_backward, stages_of_rank, stage_offsets,
-                        ):  # fmt: skip
-                            if activation[stage] > room[rank]:
-                                blocked_due = min(blocked_due, due)
-                            elif due < best_due:
-                                best_stage, best_kind, best_due = stage, 0, due
+                    elif (due < best_due or due < blocked_due) and _is_safe(
+                        stage, index, rank, activation, room[rank] + pending_bytes[rank], full[rank],
+                        next_forward, next_backward, stages_of_rank, stage_offsets,
+                    ):  # fmt: skip
+                        if activation[stage] > room[rank]:
+                            blocked_due = min(blocked_due, due)
+                        elif due < best_due:
+                            best_stage, best_kind, best_due = stage, 0, due
 
         run_weight = False
         if pending_ns[rank] > 0 or num_weights_left > 0:
@@ -162,9 +161,9 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
                 run_weight = True
             elif best_stage >= 0:
                 run_weight = best_kind == 0 and pending_ns[rank] > rules.w_backlog_ns
-        if best_stage >= 0 and not run_weight and soon_due < best_due:
-            if soon_of_due - now <= rules.patience * duration[best_stage, best_kind]:
-                best_stage = -1
+        patience_ns = rules.patience * duration[best_stage, best_kind] if best_stage >= 0 else 0.0
+        if best_stage >= 0 and not run_weight and soon_due < best_due and soon_of_due - now <= patience_ns:
+            best_stage = -1
         if best_stage < 0 or run_weight:
             gap = soon - now
             weight_stage = -1
@@ -242,7 +241,7 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
         after = end
         if kind == 0 and stage == last_stage:
             backward_ready[stage, micro_batch] = end
-        elif 0 <= target_stage:
+        elif target_stage >= 0:
             target = rank_of[target_stage]
             arrival = end
             if target != rank:
@@ -261,14 +260,14 @@ def list_schedule(costs, rules, num_micro_batches, stages_of_rank, stage_offsets
     return makespan
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _is_safe(  # type: ignore[no-untyped-def]
     stage, index, rank, activation, room, full, next_forward, next_backward, stages_of_rank, stage_offsets
 ):  # fmt: skip
     """Return whether the micro-batches in flight on ``rank`` can still be finished one by one after one more forward.
 
-    ``room`` counts what W could free. The rank's first stage finishes a micro-batch last, so the oldest one in flight is
-    the next backward of that stage.
+    ``room`` counts what W could free. The rank's first stage finishes a micro-batch last, so the oldest one in flight
+    is the next backward of that stage.
     """
     room -= activation[stage]
     if room < 0:

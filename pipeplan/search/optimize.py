@@ -48,8 +48,8 @@ def optimize(
         work_limit: Ops to simulate and schedule, which does not depend on the machine; without any limit, a default.
         partition, placement: Fix either; ``placement`` names a rank for each stage.
         colocate_tied: Keep layers that share a weight on one rank.
-        strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, the published three-phase tuner, or for
-            small problems the co-optimiser and then an exact search, with a proof where the limits allow it.
+        strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, the published three-phase tuner, or
+            for small problems the co-optimiser and then an exact search, with a proof where the limits allow it.
 
     Raises:
         InfeasibleError: No plan within the memory caps was found; the message says what would help.
@@ -136,9 +136,7 @@ def _octopipe(
     return _with_notes(result)
 
 
-def _exact(
-    problem: Problem, found: SearchResult, time_limit_s: float | None, work_limit: int | None
-) -> SearchResult:
+def _exact(problem: Problem, found: SearchResult, time_limit_s: float | None, work_limit: int | None) -> SearchResult:
     """Return ``found`` or the plan of an exact search that starts from it, with what is proved."""
     fixed = problem.constraints
     limits = {} if work_limit is None else {"work_limit": work_limit}
@@ -181,8 +179,8 @@ def _with_notes(result: SearchResult) -> SearchResult:
         notes.append("no named schedule fits the memory; this plan does")
     elif gain is not None and gain < SMALL_GAIN:
         notes.append(
-            f"the gain over {best.name} with the {best.split} split is under {SMALL_GAIN:.0%}: the simpler schedule may "
-            "serve as well"
+            f"the gain over {best.name} with the {best.split} split is under {SMALL_GAIN:.0%}: the simpler schedule "
+            "may serve as well"
         )
     if result.was_interrupted:
         notes.append("the search was interrupted; this is the best plan found until then")

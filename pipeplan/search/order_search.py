@@ -94,7 +94,7 @@ def build_bench(
     )
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def fits(instance, costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Return whether every rank stays within its cap."""
     peaks = order_peaks(
@@ -106,7 +106,7 @@ def fits(instance, costs, ordering, bench):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def rank_fits(instance, costs, ordering, bench, rank):  # type: ignore[no-untyped-def]
     """Return whether one rank stays within its cap."""
     peaks = order_peaks(
@@ -116,7 +116,7 @@ def rank_fits(instance, costs, ordering, bench, rank):  # type: ignore[no-untype
     return peaks[0] + costs.state_bytes[rank] + bench.margin_bytes[rank] <= instance.usable_bytes[rank]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def clock_order(costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Return the makespan, or ``INVALID`` for a deadlock; leave the times in ``bench``."""
     bench.local_ns[:] = -1
@@ -135,7 +135,7 @@ def clock_order(costs, ordering, bench):  # type: ignore[no-untyped-def]
     return np.float64(makespan)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def trace_critical(costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Fill ``bench.critical`` from the times of the last run; return how many ops the critical path has."""
     offsets = bench.offsets
@@ -175,7 +175,7 @@ def trace_critical(costs, ordering, bench):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _may_pass(ordering, num_stages, mover, passed, earlier):  # type: ignore[no-untyped-def]
     """Return whether an op may move to the other side of another op of its rank; ``earlier`` if to its front."""
     if ordering.micro_batch[mover] != ordering.micro_batch[passed]:
@@ -191,7 +191,7 @@ def _may_pass(ordering, num_stages, mover, passed, earlier):  # type: ignore[no-
     return place < other_place if earlier else place > other_place
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def shift(ordering, source, target):  # type: ignore[no-untyped-def]
     """Move the op at ``source`` to ``target``; those between slide along."""
     stage, kind, micro_batch = ordering.stage[source], ordering.kind[source], ordering.micro_batch[source]
@@ -205,7 +205,7 @@ def shift(ordering, source, target):  # type: ignore[no-untyped-def]
     ordering.stage[target], ordering.kind[target], ordering.micro_batch[target] = stage, kind, micro_batch
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _copy_costs(target, source):  # type: ignore[no-untyped-def]
     target.duration_ns[:] = source.duration_ns
     target.activation_bytes[:] = source.activation_bytes
@@ -220,7 +220,7 @@ def _copy_costs(target, source):  # type: ignore[no-untyped-def]
     target.tail_ns[:] = source.tail_ns
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _save(best, current):  # type: ignore[no-untyped-def]
     best.atoms[:] = current.atoms
     best.stage[:] = current.stage
@@ -228,7 +228,7 @@ def _save(best, current):  # type: ignore[no-untyped-def]
     best.micro_batch[:] = current.micro_batch
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def search_order(  # type: ignore[no-untyped-def]
     instance, current, best, scores, bench, boundary_share, num_steps, hot, cold, state
 ):  # fmt: skip

@@ -6,6 +6,7 @@ keep with it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -63,7 +64,7 @@ def split_by_parameters(layers: Sequence[LayerProfile], num_stages: int) -> Part
     return _cut_by_atoms(
         layers,
         num_stages,
-        lambda per_atom: _least_spread_bounds(per_atom, num_stages),
+        lambda per_atom: _least_spread_bounds(per_atom, num_stages).tolist(),
         weights=[layer.num_parameters for layer in layers],
     )
 
@@ -106,7 +107,7 @@ def _cut_by_atoms(
     per_layer = np.ones(len(layers), dtype=np.int64) if weights is None else np.array(weights, dtype=np.int64)
     per_atom = np.add.reduceat(per_layer, np.array(bounds[:-1], dtype=np.int64))
     cuts = [bounds[atom] for atom in cut(per_atom)]
-    return Partition(tuple(after - before for before, after in zip(cuts[:-1], cuts[1:], strict=True)))
+    return Partition(tuple(after - before for before, after in itertools.pairwise(cuts)))
 
 
 def _uniform_bounds(num_items: int, num_parts: int) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def _uniform_bounds(num_items: int, num_parts: int) -> tuple[int, ...]:
     return tuple(part * size + min(part, left_over) for part in range(num_parts + 1))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _least_spread_bounds(weights: IntArray, num_parts: int) -> IntArray:
     num_items = len(weights)
     prefix = np.zeros(num_items + 1, dtype=np.float64)
@@ -163,7 +164,7 @@ def _num_parts_within(prefix: IntArray, limit: int) -> int:
     return count
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _least_squares_bounds(prefix: IntArray, num_parts: int, bottleneck: int) -> IntArray:
     """Return bounds of non-empty parts no larger than ``bottleneck`` with the least sum of squared loads."""
     num_items = len(prefix) - 1

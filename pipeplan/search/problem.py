@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -139,9 +140,7 @@ class Problem:
     ) -> EncodedOrder:
         """Return ``order`` with B instead of I and W on stages none of whose layers can split."""
         bounds = partition.bounds
-        fused = np.array(
-            [not self.table.can_split(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
-        )
+        fused = np.array([not self.table.can_split(first, last) for first, last in itertools.pairwise(bounds)])
         return fuse_backward(order, fused[order.stage]) if fused.any() else order
 
     def respects_ties(self, partition: Partition, placement: Placement) -> bool:

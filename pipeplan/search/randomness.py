@@ -12,7 +12,7 @@ def random_state(seed: int) -> NDArray[np.uint64]:
     return np.random.SeedSequence(seed).generate_state(1, dtype=np.uint64) | np.uint64(1)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def uniform(state):  # type: ignore[no-untyped-def]
     """Return a float in [0, 1) and advance the state (xorshift64*, Marsaglia 2003, Vigna 2016)."""
     word = state[0]
@@ -23,13 +23,13 @@ def uniform(state):  # type: ignore[no-untyped-def]
     return np.float64((word * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def below(state, count):  # type: ignore[no-untyped-def]
     """Return a whole number in [0, count)."""
     return np.int64(uniform(state) * count)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def bell(state):  # type: ignore[no-untyped-def]
     """Return a float from a bell curve of mean 0 and standard deviation 1."""
     total = 0.0

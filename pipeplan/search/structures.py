@@ -1,4 +1,4 @@
-"""Which placements are worth searching: stages looped over the ranks or folded back and forth, in whole or part laps."""
+"""Which placements are worth searching: stages looped over the ranks or folded back and forth, in laps and parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MAX_LAPS = 6
 
 
 def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
-    """Return the placements to start from, ranks by stage, the most promising first; only the fixed one if there is one.
+    """Return the placements to start from, ranks by stage, the most promising first; only the fixed one if there is.
 
-    More laps mean shorter ramps but more transfers and a larger search; an extra stage on the first rank of the next lap
-    takes the head off the last one.
+    More laps mean shorter ramps but more transfers and a larger search; an extra stage on the first rank of the next
+    lap takes the head off the last one.
     """
     fixed = problem.constraints
     if fixed.placement is not None:

@@ -188,11 +188,11 @@ class Tuner:
         per_rank = np.bincount(ranks, minlength=len(speed))
         share = speed[ranks] / per_rank[ranks]
         targets = np.cumsum(share) / share.sum() * mean[-1]
-        bounds = [0]
+        cuts = [0]
         for stage, target in enumerate(targets[:-1]):
-            lowest, highest = bounds[-1] + 1, self._num_atoms - (len(ranks) - 1 - stage)
-            bounds.append(int(np.clip(np.searchsorted(mean, target), lowest, highest)))
-        return np.diff(np.array([*bounds, self._num_atoms], dtype=np.int64))
+            lowest, highest = cuts[-1] + 1, self._num_atoms - (len(ranks) - 1 - stage)
+            cuts.append(int(np.clip(np.searchsorted(mean, target), lowest, highest)))
+        return np.diff([*cuts, self._num_atoms]).astype(np.int64)
 
     def _evolve(self, track: Track, goal: float, hot: float, cold: float) -> None:
         """Anneal a track until the budget's fraction reaches ``goal``."""

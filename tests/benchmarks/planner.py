@@ -83,7 +83,9 @@ def bench_cluster(num_ranks: int, memory_gb: float | None) -> Cluster:
 def golden(effort: Effort, score: Score, only: str) -> None:
     """Print the golden case without a cap and under three."""
     profile = read_profile(GOLDEN)
-    print(f"golden case, 4 ranks, 8 micro-batches, 30 s each: ticks\n{'cap':>6}{'plan':>9}{'bound':>9}{'peak':>7}  stages")
+    print(
+        f"golden case, 4 ranks, 8 micro-batches, 30 s each: ticks\n{'cap':>6}{'plan':>9}{'bound':>9}{'peak':>7}  stages"
+    )
     for cap, target in ((None, 86_900), (70, 89_300), (56, 91_700), (48, 95_100)):
         result = effort.search(profile, equal_ranks(4, "h800-sxm", memory_gb=cap), 8, 30.0)
         ticks = result.makespan_ns / NS_PER_TICK
@@ -146,7 +148,9 @@ def homogeneous(effort: Effort, score: Score, only: str) -> None:
     result = effort.search(profile, bench_cluster(4, None), 64, 20.0)
     best = result.best_baseline
     assert best is not None and result.gain is not None
-    print(f"homogeneous Llama, 4 ranks, 64 micro-batches, no cap: gain {result.gain:.2%} over {best.name} ({best.split})")
+    print(
+        f"homogeneous Llama, 4 ranks, 64 micro-batches, no cap: gain {result.gain:.2%} over {best.name} ({best.split})"
+    )
     score.check("not worse than the best peer", result.makespan_ns <= best.makespan_ns)
     says_so = any("gain" in note and "under" in note for note in result.notes)
     score.check("says so where the gain is under 2 %", says_so == (result.gain < 0.02))
@@ -187,7 +191,8 @@ def simulator(effort: Effort, score: Score, only: str) -> None:
     print(f"simulator, 64 ranks x 512 micro-batches x 2 stages: {order.num_ops:,} ops in {seconds * 1e3:.2f} ms")
     score.check(f"{rate:.0f} million ops/s >= 50", rate >= 50)
     script = (
-        "from pathlib import Path\nfrom pipeplan.profile import read_profile\nfrom pipeplan.cluster import equal_ranks\n"
+        "from pathlib import Path\nfrom pipeplan.profile import read_profile\n"
+        "from pipeplan.cluster import equal_ranks\n"
         f"from pipeplan.search import optimize\nprofile = read_profile(Path({str(GOLDEN)!r}))\n"
         "optimize(profile, equal_ranks(4, 'h800-sxm'), num_micro_batches=8, work_limit=1_000_000)\n"
     )
@@ -257,8 +262,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 SUBJECTS = {
-    each.__name__: each
-    for each in (golden, reference, interleaved, homogeneous, large, simulator, heterogeneous)
+    each.__name__: each for each in (golden, reference, interleaved, homogeneous, large, simulator, heterogeneous)
 }
 
 

@@ -156,7 +156,7 @@ def bubble(named_order: Order, placement: Placement, num_micro_batches: int, dur
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_published_bubbles(num_ranks: int) -> None:
-    """With F = I = W: (P-1)(F+B) for GPipe and 1F1B, a v-th of it interleaved, a third for ZB-H1, almost none for ZB-V."""
+    """With F = I = W: (P-1)(F+B) for GPipe and 1F1B, a v-th interleaved, a third for ZB-H1, almost none for ZB-V."""
     by_name = {named.name: named for named in NAMED_ORDERS}
     num_micro_batches = 4 * num_ranks
     bubbles = {

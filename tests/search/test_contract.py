@@ -1,4 +1,4 @@
-"""What every strategy must hold: its plan is verified, what it predicts is true, it fits, and nothing beats the bound."""
+"""What every strategy must hold: its plan is verified, predicts the truth, fits, and is not below the bound."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_plan_is_what_it_claims(strategy: str, problem: tuple[Profile, Clu
         assert "rank" in str(error)
         return
     except PlanError as error:
-        assert strategy == "exact" and "too large" in str(error)  # noqa: PT017  the only reason to refuse
+        assert strategy == "exact" and "too large" in str(error)
         return
     check_result(result, profile, cluster)
     best = result.best_baseline
@@ -89,9 +89,7 @@ def test_same_question_same_plan(problem: tuple[Profile, Cluster, int], seed: in
 
     def search() -> SearchResult | str:
         try:
-            return optimize(
-                profile, cluster, num_micro_batches=num_micro_batches, work_limit=WORK_LIMIT, seed=seed
-            )
+            return optimize(profile, cluster, num_micro_batches=num_micro_batches, work_limit=WORK_LIMIT, seed=seed)
         except InfeasibleError as error:
             return str(error)
 
