@@ -20,7 +20,7 @@ def read_config(path: Path) -> dict[str, Any]:
         FileFormatError: It is missing, not JSON, or not a mapping.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain_float)
     except FileNotFoundError:
         raise FileFormatError(f"model config {path} does not exist") from None
     except json.JSONDecodeError as error:
@@ -32,6 +32,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FileFormatError(f"model config {path} holds no keys; expected a Hugging Face config")
     return content
+
+
+def _plain_float(content: dict[str, Any]) -> Any:
+    """Return the number that transformers wraps where JSON has none: ``{"__float__": "Infinity"}``."""
+    return float(content["__float__"]) if content.keys() == {"__float__"} else content
 
 
 def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
