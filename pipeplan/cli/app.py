@@ -14,6 +14,7 @@ from pipeplan.cli.cluster import cluster
 from pipeplan.cli.console import print_message
 from pipeplan.cli.convert import convert
 from pipeplan.cli.export import export
+from pipeplan.cli.fit_efficiency import fit_efficiency
 from pipeplan.cli.import_ import import_plan
 from pipeplan.cli.optimize import optimize
 from pipeplan.cli.profile import profile
@@ -36,6 +37,7 @@ app = typer.Typer(
 
 # In the order of a user's way through them. Their modules import nothing heavy, so that --help stays quick.
 app.command()(profile)
+app.command("fit-efficiency")(fit_efficiency)
 app.command()(cluster)
 app.command()(optimize)
 app.command()(show)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _WIDE_SPREAD = 0.10  # relative; a median of five is then known to about 5 %
 _SHAPE = "Shape"
 _MEASURING = "Measuring"
+_ESTIMATING = "Estimating (GPUs that are not here)"
 _LINKS = "Links (started by the deepspeed launcher)"
 
 
@@ -30,7 +31,10 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to measure: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu or cuda: measure here. Names of GPUs, as in h100-sxm,a100-80gb: estimate."),
+    ] = "cpu",
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", min=1, help="Samples of a micro-batch.", rich_help_panel=_SHAPE)
     ] = 1,
@@ -38,9 +42,14 @@ def profile(
         int, typer.Option("--sequence-length", min=2, help="Tokens of a sample.", rich_help_panel=_SHAPE)
     ] = 128,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"],
-        typer.Option("--dtype", help="Weights, activations and gradients.", rich_help_panel=_SHAPE),
-    ] = "fp32",
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(
+            "--dtype",
+            help="Weights, activations and gradients; fp32 if measured, bf16 if estimated.",
+            rich_help_panel=_SHAPE,
+            show_default=False,
+        ),
+    ] = None,
     granularity: Annotated[
         Literal["layer", "sublayer"],
         typer.Option("--granularity", help="Cut at decoder layers, or inside them.", rich_help_panel=_SHAPE),
@@ -60,6 +69,36 @@ def profile(
         str | None,
         typer.Option("--device-name", help="Device type to record, such as h100-sxm.", rich_help_panel=_MEASURING),
     ] = None,
+    efficiency: Annotated[
+        Path | None,
+        typer.Option("--efficiency", help="Efficiency file; see fit-efficiency.", rich_help_panel=_ESTIMATING),
+    ] = None,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel",
+            min=1,
+            help="Ranks that share each layer; their communication is left out.",
+            rich_help_panel=_ESTIMATING,
+        ),
+    ] = 1,
+    expert_parallel: Annotated[
+        int,
+        typer.Option(
+            "--expert-parallel",
+            min=1,
+            help="Ranks that share the experts; their communication is left out.",
+            rich_help_panel=_ESTIMATING,
+        ),
+    ] = 1,
+    kernel_packages: Annotated[
+        bool,
+        typer.Option(
+            "--kernel-packages/--no-kernel-packages",
+            help="Whether mamba-ssm and the like will be installed; decides what their layers keep.",
+            rich_help_panel=_ESTIMATING,
+        ),
+    ] = True,
     links: Annotated[
         bool,
         typer.Option("--links", help="Measure the links between ranks, not a model.", rich_help_panel=_LINKS),
@@ -71,15 +110,19 @@ def profile(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure the time and memory of every layer of a model, forward and backward, on this machine.
+    """Find the time and memory of every layer of a model, forward and backward: measured here, or estimated.
 
     Example: pipeplan profile tiny-nemotron-h --sequence-length 128 -o profile.yaml
+
+    With the name of a GPU it estimates, from the ops of the model and the GPU's figures:
+
+    pipeplan profile jamba-v0.1 --device h100-sxm --sequence-length 4096 -o profile.yaml
 
     With --links, started by the launcher, it measures the links between the processes into a cluster file:
 
     deepspeed --no_local_rank --num_gpus 4 --module pipeplan profile --links -o cluster.yaml
     """
-    from pipeplan.errors import ProfileError
+    from pipeplan.cli.estimate import MEASURED_DEVICES, chosen_gpus, estimated_profile
 
     if links:
         from pipeplan.cli.links import profile_links
@@ -90,17 +133,17 @@ def profile(
         return
     if model is None:
         raise typer.BadParameter("name a model to profile, or give --links")
-    if device not in ("cpu", "cuda"):
-        raise ProfileError(
-            f"device {device!r}: layers are measured on cpu or cuda; profiles for a GPU that is not here can't be "
-            "estimated yet, so run this command where the GPU is and name it with --device-name"
-        )
+    is_measured = device in MEASURED_DEVICES
+    if is_measured and (efficiency is not None or tensor_parallel > 1 or expert_parallel > 1):
+        raise typer.BadParameter("--efficiency and the parallel sizes are for estimates; name a GPU with --device")
+    gpus = [] if is_measured else chosen_gpus(device)
 
     import torch
 
     from pipeplan.cli.console import print_json, print_message, print_result, progress
     from pipeplan.cli.render import rich_table
     from pipeplan.model.source import open_model
+    from pipeplan.profile.estimate.parallel import ParallelSizes
     from pipeplan.profile.file import profile_document, write_profile
     from pipeplan.profile.measure import measure_profile
     from pipeplan.profile.sampling import DEFAULT_BUDGET
@@ -108,28 +151,42 @@ def profile(
     torch.set_num_threads(threads)
     with progress(f"reading {model}", quiet=quiet) as describe:
         layers = open_model(model, granularity=granularity, seed=seed)
-        if quiet or device == "cpu":
+        if quiet or device != "cuda":
             _silence_transformers()
         num_layers = len(layers.layers)
         num_distinct = len({layer.identity for layer in layers.layers})
-        measured = measure_profile(
-            layers,
-            device=device,
-            micro_batch_size=micro_batch_size,
-            sequence_length=sequence_length,
-            dtype=dtype,
-            seed=seed,
-            device_name=device_name,
-            budget=DEFAULT_BUDGET if time_limit is None else DEFAULT_BUDGET.shared(time_limit, num_distinct),
-            on_layer=lambda index, name: describe(f"measuring {name} ({index + 1} of {num_layers})"),
-        )
-    write_profile(measured, output)
+        if is_measured:
+            found = measure_profile(
+                layers,
+                device=device,
+                micro_batch_size=micro_batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype or "fp32",
+                seed=seed,
+                device_name=device_name,
+                budget=DEFAULT_BUDGET if time_limit is None else DEFAULT_BUDGET.shared(time_limit, num_distinct),
+                on_layer=lambda index, name: describe(f"measuring {name} ({index + 1} of {num_layers})"),
+            )
+        else:
+            found = estimated_profile(
+                layers,
+                gpus,
+                efficiency_file=efficiency,
+                micro_batch_size=micro_batch_size,
+                sequence_length=sequence_length,
+                dtype=dtype or "bf16",
+                sizes=ParallelSizes(tensor=tensor_parallel, expert=expert_parallel),
+                has_kernels=kernel_packages,
+                device_name=device_name,
+                on_layer=lambda index, name: describe(f"estimating {name} ({index + 1} of {num_layers})"),
+            )
+    write_profile(found, output)
     if json:
-        print_json(profile_document(measured))
+        print_json(profile_document(found))
     else:
-        print_result(rich_table(_table(measured)))
+        print_result(*(rich_table(_table(found, name)) for name in found.devices))
     if not quiet:
-        _warn_of_spread(measured)
+        _warn_of_spread(found)
         print_message(f"wrote {output}")
 
 
@@ -141,12 +198,11 @@ def _silence_transformers() -> None:
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
-def _table(profile: Profile) -> Table:
+def _table(profile: Profile, device: str) -> Table:
     """Return one row for each run of layers that cost the same, in model order of the first."""
     from pipeplan.emit.tables import Table, format_gb, format_ms
 
     names_by_row: dict[tuple[str, ...], list[str]] = {}
-    device = profile.devices[0]
     for layer in profile.layers:
         times = layer.times(device)
         halves = (times.input_gradient_ns, times.weight_gradient_ns)
@@ -180,7 +236,12 @@ def _table(profile: Profile) -> Table:
             (names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} alike", *row)
             for row, names in names_by_row.items()
         ),
-        footnote="Milliseconds and bytes of one micro-batch; I and W are the halves of a split backward.",
+        footnote="\n".join(
+            [
+                "Milliseconds and bytes of one micro-batch; I and W are the halves of a split backward.",
+                *profile.extra.get("notes", []),
+            ]
+        ),
     )
 
 
@@ -191,7 +252,7 @@ def _warn_of_spread(profile: Profile) -> None:
     wide = [
         f"{name} {op} ±{note['relative_spread']:.0%}"
         for name, notes in profile.extra["layers"].items()
-        for by_op in notes["spread"].values()
+        for by_op in notes.get("spread", {}).values()
         for op, note in by_op.items()
         if note["relative_spread"] > _WIDE_SPREAD
     ]

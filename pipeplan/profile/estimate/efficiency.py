@@ -100,12 +100,20 @@ class Efficiency:
     @property
     def record(self) -> str:
         """How well the table has done, in a sentence."""
-        if not self.residuals:
+        if all(residual.kind == "embedding" for residual in self.residuals):
             return "the efficiency table has not been compared with measured times"
-        errors = [residual.relative_error for residual in self.residuals]
+        pairs: dict[tuple[str, str], list[Residual]] = {}
+        for residual in self.residuals:
+            if residual.kind != "embedding":  # not predicted: the host decides
+                pairs.setdefault((residual.profile, residual.kind), []).append(residual)
+        totals = [
+            sum(one.estimated_ms for one in pair) / sum(one.expected_ms for one in pair) - 1 for pair in pairs.values()
+        ]
+        errors = [residual.relative_error for pair in pairs.values() for residual in pair]
         return (
-            f"the efficiency table was fitted on {self.fitted_on or 'unnamed profiles'}; on the layer kinds recorded "
-            f"in it, its F and B were off by {min(errors):+.0%} to {max(errors):+.0%}"
+            f"the efficiency table was fitted on {self.fitted_on or 'unnamed profiles'}; compared with "
+            f"{', '.join(dict.fromkeys(profile for profile, _ in pairs))}, layer totals are off by "
+            f"{min(totals):+.0%} to {max(totals):+.0%}, single phases by {min(errors):+.0%} to {max(errors):+.0%}"
         )
 
 
@@ -138,8 +146,8 @@ _HEADING = """\
 """
 
 
-def write_efficiency(efficiency: Efficiency, path: Path) -> None:
-    """Write the efficiency file whole or not at all."""
+def efficiency_document(efficiency: Efficiency) -> dict[str, Any]:
+    """Return what the efficiency file holds."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "share_of_peak": {category.value: round(efficiency.share_by_category[category], 4) for category in Category},
@@ -158,4 +166,9 @@ def write_efficiency(efficiency: Efficiency, path: Path) -> None:
         )
         for residual in efficiency.residuals
     ]
-    write_text(path, _HEADING + dump_yaml(content))
+    return content
+
+
+def write_efficiency(efficiency: Efficiency, path: Path) -> None:
+    """Write the efficiency file whole or not at all."""
+    write_text(path, _HEADING + dump_yaml(efficiency_document(efficiency)))

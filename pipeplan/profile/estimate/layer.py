@@ -276,11 +276,8 @@ def _cast_in_place(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextmanager
 def _settings_for_gpus(module: nn.Module) -> Iterator[None]:
     """Let a Hugging Face layer call our attention op and grouped experts, inside this context."""
-    configs = {
-        id(part.config): part.config
-        for part in module.modules()
-        if hasattr(getattr(part, "config", None), "model_type")
-    }
+    found: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "model_type")}
     if not configs:
         yield
         return

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipeplan.errors import PipeplanError, ProfileError, nearest
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.estimate.efficiency import Efficiency
+from pipeplan.profile.estimate.fakes import fake_tensors
 from pipeplan.profile.estimate.gpus import Gpu
 from pipeplan.profile.estimate.kernels import LayerCost
 from pipeplan.profile.estimate.layer import LayerOnFakes, run_on_fakes
 from pipeplan.profile.estimate.opaque import FusedFunctions
 from pipeplan.profile.estimate.parallel import ParallelSizes, share_of
-from pipeplan.profile.measure import DTYPES, STATE_BYTES_PER_PARAMETER, signature, software_versions
+from pipeplan.profile.measure import DTYPES, signature, software_versions
+from pipeplan.profile.states import state_bytes
 from pipeplan.profile.types import LayerProfile, Profile, Recomputation
 
 Callback = Callable[[int, str], None]
@@ -52,7 +54,7 @@ def layer_costs(
     functions = FusedFunctions()
     found: dict[str, LayerOnFakes] = {}
     costs = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_tensors() as mode:
         value = _fake(inputs, mode, DTYPES[dtype])
         labels = _fake(labels, mode, None)
         for index, source in enumerate(model.layers):
@@ -117,13 +119,6 @@ def estimate_profile(
             "output_tensors": list(cost.output_tensors),
             "fused_activation_bytes": cost.fused_activation_bytes,
         }
-    estimate: dict[str, Any] = {
-        "gpus": [gpu.summary for gpu in gpus],
-        "efficiency": efficiency.record,
-        "kernel_packages": has_kernels,
-    }
-    if sizes.is_parallel:
-        estimate |= {"tensor_parallel": sizes.tensor, "expert_parallel": sizes.expert}
     return Profile(
         model=model.name,
         source="estimated",
@@ -131,12 +126,37 @@ def estimate_profile(
         sequence_length=sequence_length,
         dtype=dtype,
         state_bytes_per_parameter=(
-            STATE_BYTES_PER_PARAMETER[dtype] if state_bytes_per_parameter is None else state_bytes_per_parameter
+            state_bytes(dtype).per_parameter if state_bytes_per_parameter is None else state_bytes_per_parameter
         ),
         layers=tuple(layers),
         model_source=None if sizes.is_parallel else model.source,
-        extra={"software": software_versions(), "estimate": estimate, "layers": notes},
+        extra={
+            "software": software_versions(),
+            "notes": estimate_notes(gpus, efficiency, dtype, sizes, has_kernels=has_kernels),
+            "layers": notes,
+        },
     )
+
+
+def estimate_notes(
+    gpus: Sequence[Gpu], efficiency: Efficiency, dtype: str, sizes: ParallelSizes, *, has_kernels: bool
+) -> list[str]:
+    """Return what whoever uses an estimate must know: what it rests on, how well that did, what is left out."""
+    notes = [f"estimated, not measured, from {gpu.summary}" for gpu in gpus]
+    notes.append(efficiency.record)
+    notes.append("single phases are less certain than layer totals; embeddings are not predicted")
+    if dtype == "fp32":
+        notes.append("fp32 matrix products are taken to run in TF32, at half the rate of bf16")
+    if has_kernels:
+        notes.append("kept bytes assume the kernel packages of scans and convolutions (mamba-ssm, causal-conv1d, fla)")
+    else:
+        notes.append("kept bytes are those of transformers' plain torch code, times those of real kernels")
+    if sizes.is_parallel:
+        notes.append(
+            f"one rank's share under tensor parallelism of {sizes.tensor} and expert parallelism of {sizes.expert}, "
+            "without the communication that these need"
+        )
+    return notes
 
 
 def _layer_profile(
@@ -164,7 +184,7 @@ def _layer_profile(
 def _fake(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
     def fake(tensor: Tensor) -> Tensor:
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        return cast if isinstance(cast, torch._subclasses.fake_tensor.FakeTensor) else mode.from_tensor(cast)
+        return cast if isinstance(cast, FakeTensor) else mode.from_tensor(cast)
 
     return pytree.tree_map_only(Tensor, fake, value)
 
