@@ -10,7 +10,7 @@ import typer
 from pipeplan.cli.options import ClusterFile, PlanPath, ProfileFile, Quiet
 
 # The values of pipeplan.formats.convert.Format, whose import the help text can't pay for.
-FormatName = Literal["torch-csv", "megatron-layout", "octopipe"]
+FormatName = Literal["torch-csv", "megatron-layout", "octopipe", "pipeplan"]
 
 
 def export(
@@ -26,7 +26,8 @@ def export(
     """Write a plan for another tool.
 
     torch-csv is the order, for torch's _PipelineScheduleRuntime; megatron-layout is the partition, for
-    --pipeline-model-parallel-layout; octopipe is all of it with predicted times.
+    --pipeline-model-parallel-layout; octopipe is all of it with predicted times; pipeplan is
+    plan.yaml alone.
 
     Example: pipeplan export plans/NAME --to torch-csv -o schedule.csv
     """

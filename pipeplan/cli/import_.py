@@ -23,7 +23,7 @@ from pipeplan.cli.options import (
 
 
 def import_plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that the other tool reads or wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of the other tool, or a plan.yaml.")],
     source: Annotated[FormatName, typer.Option("--from", help="Format of the file.")],
     profile: Annotated[Path, typer.Option("--profile", metavar="PROFILE", help="Profile of the model.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Plan folder to write.")],
@@ -48,8 +48,9 @@ def import_plan(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify another tool's plan and write everything that trains with it.
+    """Verify another tool's plan, or one written by hand, and write everything that trains with it.
 
+    pipeplan is this tool's own plan.yaml, which may be written by hand.
     A torch-csv has no partition: give one, or stages are balanced by time. A megatron-layout has no order: it gets
     1F1B, interleaved where ranks hold several stages. Without a cluster, ranks are equal and links are free.
 
@@ -77,6 +78,7 @@ def import_plan(
         file,
         Format(source),
         costs,
+        profile,
         num_ranks=ranks if cluster is None else read_cluster(cluster).num_ranks,
         num_micro_batches=micro_batches,
     )

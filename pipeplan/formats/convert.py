@@ -6,22 +6,24 @@ from enum import StrEnum
 from pathlib import Path
 
 from pipeplan.errors import FileFormatError, PlanError
-from pipeplan.files import read_yaml
+from pipeplan.files import dump_yaml, read_yaml
 from pipeplan.formats.megatron_layout import read_layout, write_layout
 from pipeplan.formats.octopipe import read_octopipe, write_octopipe
 from pipeplan.formats.outline import Outline
 from pipeplan.formats.torch_csv import read_torch_csv, write_torch_csv
-from pipeplan.plan.folder import LoadedPlan
+from pipeplan.plan.file import plan_document, read_plan
+from pipeplan.plan.folder import LoadedPlan, check_same_model
 from pipeplan.profile.types import Profile
 from pipeplan.simulate import simulate
 
 
 class Format(StrEnum):
-    """Formats of other tools."""
+    """Formats of other tools, and the plan file itself."""
 
     TORCH_CSV = "torch-csv"
     MEGATRON_LAYOUT = "megatron-layout"
     OCTOPIPE = "octopipe"
+    PIPEPLAN = "pipeplan"
 
 
 def export_plan(loaded: LoadedPlan, target: Format) -> str:
@@ -38,10 +40,18 @@ def export_plan(loaded: LoadedPlan, target: Format) -> str:
         case Format.OCTOPIPE:
             timeline = simulate(loaded.plan, loaded.profile, loaded.cluster)
             return write_octopipe(loaded.plan, loaded.profile, timeline)
+        case Format.PIPEPLAN:
+            return dump_yaml(plan_document(loaded.plan))
 
 
 def read_outline(
-    path: Path, source: Format, profile: Profile, *, num_ranks: int | None, num_micro_batches: int | None
+    path: Path,
+    source: Format,
+    profile: Profile,
+    profile_path: Path,
+    *,
+    num_ranks: int | None,
+    num_micro_batches: int | None,
 ) -> Outline:
     """Return what another tool's file says.
 
@@ -63,6 +73,10 @@ def read_outline(
                 missing = "--ranks or --cluster" if num_ranks is None else "--micro-batches"
                 raise PlanError(f"a Megatron layout does not say how many; add {missing}")
             outline = read_layout(_read_text(path).strip(), profile, num_ranks, num_micro_batches)
+        case Format.PIPEPLAN:
+            plan = read_plan(path)
+            check_same_model(plan, path, profile, profile_path)
+            outline = Outline.of(plan)
     if num_ranks is not None and outline.order.num_ranks != num_ranks:
         raise PlanError(f"{path} is for {outline.order.num_ranks} ranks, not for {num_ranks}")
     return outline

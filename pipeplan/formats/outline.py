@@ -10,7 +10,7 @@ from pipeplan.cluster import Cluster
 from pipeplan.errors import PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import OpKind, Order
-from pipeplan.plan.types import Plan
+from pipeplan.plan.types import Plan, QueueModel
 from pipeplan.profile.file import profile_digest
 from pipeplan.profile.types import Profile
 from pipeplan.search.partition import split_by_time
@@ -22,11 +22,26 @@ TRAILING_KINDS = ("norm", "head", "loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A placement and an order, with a partition if the file has one."""
+    """A placement and an order, with a partition and what else decides how a batch runs if the file has it."""
 
     placement: Placement
     order: Order
     partition: Partition | None = None
+    num_micro_batches: int | None = None
+    recomputed_stages: tuple[int, ...] = ()
+    queue_model: QueueModel = QueueModel.ORDERED_PAIR
+
+    @classmethod
+    def of(cls, plan: Plan) -> Outline:
+        """Return all that a plan says beyond its costs."""
+        return cls(
+            placement=plan.placement,
+            order=plan.order,
+            partition=plan.partition,
+            num_micro_batches=plan.num_micro_batches,
+            recomputed_stages=plan.recomputed_stages,
+            queue_model=plan.queue_model,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +71,15 @@ def complete_plan(outline: Outline, profile: Profile, cluster: Cluster, partitio
     """
     if outline.partition is not None and partition is not None:
         raise PlanError(f"the file has the partition {outline.partition}; leave the other one, {partition}, out")
-    num_micro_batches = 1 + max((op.micro_batch for ops in outline.order for op in ops), default=0)
+    counted = 1 + max((op.micro_batch for ops in outline.order for op in ops), default=0)
     return Plan(
         model=profile.model,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=counted if outline.num_micro_batches is None else outline.num_micro_batches,
         partition=outline.partition or partition or _balanced(profile, cluster, outline.placement.num_stages),
         placement=outline.placement,
         order=outline.order,
+        recomputed_stages=outline.recomputed_stages,
+        queue_model=outline.queue_model,
         profile_digest=profile_digest(profile),
     )
 

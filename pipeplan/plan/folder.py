@@ -67,7 +67,7 @@ def load_plan(
     if profile_path is None:
         raise FileFormatError(f"{path} is a plan file; add --profile FILE, or name a plan folder")
     profile = read_profile(profile_path)
-    _check_same_model(plan, plan_path, profile, profile_path, allow_other_costs)
+    check_same_model(plan, plan_path, profile, profile_path, allow_other_costs=allow_other_costs)
     if cluster_path is None:
         cluster = _default_cluster(plan, profile, profile_path)
     else:
@@ -84,9 +84,14 @@ def write_plan_folder(plan: Plan, profile: Profile, cluster: Cluster, folder: Pa
     write_plan(plan, folder / PLAN_FILE)
 
 
-def _check_same_model(
-    plan: Plan, plan_path: Path, profile: Profile, profile_path: Path, allow_other_costs: bool
+def check_same_model(
+    plan: Plan, plan_path: Path, profile: Profile, profile_path: Path, *, allow_other_costs: bool = False
 ) -> None:
+    """Check that a plan belongs to a profile.
+
+    Raises:
+        PlanError: The profile has another number of layers or, unless allowed, other costs than the plan records.
+    """
     if plan.partition.num_layers != profile.num_layers:
         raise PlanError(
             f"{plan_path} partitions {plan.partition.num_layers} layers; {profile_path} ({profile.model}) has "

@@ -127,3 +127,23 @@ def test_a_file_for_other_ranks_is_refused(run: Run, v_folder: Path, tmp_path: P
     assert f"{path} is for 2 ranks, not for 4" in outcome.err
     missing = run("import", tmp_path / "no.csv", "--from", "torch-csv", "--profile", profile, "-o", tmp_path / "x")
     assert (missing.status, missing.err) == (1, f"error: {tmp_path / 'no.csv'} does not exist\n")
+
+
+def test_a_plan_written_by_hand_becomes_a_folder_that_trains(run: Run, tmp_path: Path) -> None:
+    """``--from pipeplan`` keeps everything that the file decides, and refuses what verify refuses."""
+    by_hand = tmp_path / "mine.yaml"
+    write_plan(V_PLAN, by_hand)
+    write_profile(V_PROFILE, tmp_path / "profile.yaml")
+    arguments = ("import", by_hand, "--from", "pipeplan", "--profile", tmp_path / "profile.yaml")
+    outcome = run(*arguments, "-o", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    loaded = load_plan(tmp_path / "out")
+    assert loaded.plan.digest == V_PLAN.digest
+    assert read_program(tmp_path / "out" / "program.yaml").plan_digest == V_PLAN.digest
+    exported = run("export", tmp_path / "out", "--to", "pipeplan")
+    assert yaml.safe_load(exported.out) == yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+
+    by_hand.write_text(by_hand.read_text().replace("1B0", "1F0", 1))
+    refused = run(*arguments, "-o", tmp_path / "bad")
+    assert refused.status == 1
+    assert not (tmp_path / "bad").exists()
