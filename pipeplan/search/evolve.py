@@ -154,6 +154,7 @@ def schedule_genome(instance, genome, workshop, longest_ns):  # type: ignore[no-
     if excess > 0:
         return NO_MEMORY_SCORE + excess
     unit = max(work.max(), 1)
+    more_ns = instance.num_more_micro_batches * unit
     knobs = genome.knobs
     position = 0.0
     for stage in range(num_stages):
@@ -184,10 +185,10 @@ def schedule_genome(instance, genome, workshop, longest_ns):  # type: ignore[no-
     )
     makespan = list_schedule(
         costs, rules, instance.num_micro_batches, workshop.stages_of_rank, workshop.stage_offsets,
-        np.int64(min(longest_ns, 4e18)), workshop.listing,
+        np.int64(min(longest_ns, 4e18)) - more_ns, workshop.listing,
     )  # fmt: skip
     if makespan >= 0:
-        return np.float64(makespan)
+        return np.float64(makespan + more_ns)
     return TOO_LONG_SCORE if makespan == TOO_LONG else NO_MEMORY_SCORE
 
 

@@ -27,7 +27,8 @@ class Instance(NamedTuple):
     """What the compiled searches know of a problem; stages are ranges of atoms.
 
     Attributes:
-        num_micro_batches: Of a batch.
+        num_micro_batches: That the searches schedule.
+        num_more_micro_batches: That a batch has beyond those; each adds the work of the busiest rank to a score.
         time_sums: [2, num_ranks, num_atoms + 1, 4], without and with recomputation; F, B, I, W, before slowdown.
         slowdown: [num_ranks].
         overhead_ns: [4], host overhead of an op.
@@ -47,6 +48,7 @@ class Instance(NamedTuple):
     """
 
     num_micro_batches: int
+    num_more_micro_batches: int
     time_sums: IntArray
     slowdown: FloatArray
     overhead_ns: IntArray
@@ -108,6 +110,7 @@ def build_instance(problem: Problem) -> Instance:
     atoms = [[int(atom_by_layer[layer]) for layer in members] for _, members in tied]
     return Instance(
         num_micro_batches=problem.num_micro_batches,
+        num_more_micro_batches=0,
         time_sums=np.ascontiguousarray(
             [
                 [sums(rank.device)[bounds] for rank in cluster.ranks]

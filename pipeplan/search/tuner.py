@@ -45,6 +45,7 @@ ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)  # of the budget; the rest goes to local s
 KEPT_SHARE = 0.4
 MAX_REPLICAS = 4  # tracks for one placement, which end up far apart
 FIRST_STEPS = 500  # that a track should get in the first round, for another replica to pay
+SHORT_BATCH = 3  # micro-batches a rank that show how a longer batch runs
 FEWEST_STEPS = 120  # that a track should get in the first round, to be started at all
 HOT, COLD = 0.006, 0.0003
 ORDER_HOT, ORDER_COLD = 0.004, 0.0001
@@ -94,7 +95,8 @@ class Tuner:
         self._known = known
         self._budget = budget
         self._report = report
-        self._instance: Instance = build_instance(problem)
+        self._whole = build_instance(problem)
+        self._instance: Instance = self._whole
         self._num_atoms = len(self._instance.num_layers) - 1
         self._seeds = np.random.SeedSequence(seed)
         self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
@@ -105,10 +107,13 @@ class Tuner:
 
     def run(self) -> None:
         """Search until the budget is used."""
+        self._use_short_batch()
         tracks = self._tracks
         tracks.extend(self._starting_tracks())
         temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
         for number, share in enumerate(ROUND_SHARES):
+            if number == len(ROUND_SHARES) - 1:
+                self._use_whole_batch()
             until = self._budget.fraction + share
             for index, track in enumerate(tracks):
                 goal = self._budget.fraction + (until - self._budget.fraction) / (len(tracks) - index)
@@ -119,10 +124,22 @@ class Tuner:
         self._search_orders(tracks)
         self._fuse()
 
+    def _use_short_batch(self) -> None:
+        """Search with fewer micro-batches where there are many: what repeats in the middle then costs no time."""
+        count, fewer = self._problem.num_micro_batches, SHORT_BATCH * self._problem.num_ranks
+        if count > fewer:
+            self._instance = self._instance._replace(num_micro_batches=fewer, num_more_micro_batches=count - fewer)
+
+    def _use_whole_batch(self) -> None:
+        count = self._problem.num_micro_batches
+        if self._instance.num_more_micro_batches:
+            self._instance = self._instance._replace(num_micro_batches=count, num_more_micro_batches=0)
+            self._judge_again()
+
     def _starting_tracks(self) -> list[Track]:
         """Return tracks for as many placements and replicas as the budget can follow."""
         starts = placements(self._problem, self._num_atoms)
-        per_stage = 3.0 * self._problem.num_micro_batches
+        per_stage = 3.0 * self._instance.num_micro_batches
         first_work = ROUND_SHARES[0] * self._budget.expected_work
         while len(starts) > 1 and sum(map(len, starts)) * per_stage * FEWEST_STEPS > first_work:
             starts.pop()
@@ -144,7 +161,7 @@ class Tuner:
             is_fused=np.zeros(num_stages, dtype=np.bool_),
             is_recomputed=np.zeros(num_stages, dtype=np.bool_),
         )
-        workshop = build_workshop(instance, num_stages, self._margin)
+        workshop = build_workshop(self._whole, num_stages, self._margin)
         score = schedule_genome(instance, genome, workshop, np.inf)
         sums = instance.time_sums[0]
         freedom = Freedom(
@@ -161,7 +178,7 @@ class Tuner:
             workshop=workshop,
             state=random_state(int(self._seeds.spawn(1)[0].generate_state(1)[0])),
             freedom=freedom,
-            work_per_step=3.0 * num_stages * self._problem.num_micro_batches,
+            work_per_step=3.0 * num_stages * instance.num_micro_batches,
         )
 
     def _ranks_are_equal(self) -> bool:
@@ -225,6 +242,10 @@ class Tuner:
         for rank, usable in enumerate(self._problem.usable_bytes):
             if usable is not None:
                 self._margin[rank] += max(0, int(evaluation.peak_bytes_by_rank[rank]) - usable)
+        self._judge_again()
+
+    def _judge_again(self) -> None:
+        """Score every track anew, since the instance or the margins changed."""
         for track in self._tracks:
             track.scores[0] = schedule_genome(self._instance, track.current, track.workshop, np.inf)
             track.scores[1] = schedule_genome(self._instance, track.best, track.workshop, np.inf)
@@ -236,7 +257,7 @@ class Tuner:
         return self._partition(closest.best.atoms), Placement(tuple(closest.best.ranks.tolist()))
 
     def _candidate_of(self, track: Track) -> Candidate:
-        schedule_genome(self._instance, track.best, track.workshop, np.inf)
+        schedule_genome(self._whole, track.best, track.workshop, np.inf)
         listing = track.workshop.listing
         counts = listing.counts
         flat = np.concatenate([listing.ops[rank, : counts[rank]] for rank in range(len(counts))])
@@ -284,8 +305,8 @@ class Tuner:
         order = candidate.order
         ordering = Ordering(atoms, order.stage.copy(), order.kind.copy(), order.micro_batch.copy())
         ranks = np.array(candidate.placement.rank_by_stage, dtype=np.int64)
-        bench = build_bench(self._instance, ordering, ranks, recomputed, order.offsets.copy(), self._margin)
-        score = makespan_of(self._instance, ordering, bench)
+        bench = build_bench(self._whole, ordering, ranks, recomputed, order.offsets.copy(), self._margin)
+        score = makespan_of(self._whole, ordering, bench)
         if score >= INVALID:
             return None
         can_move = self._problem.constraints.partition is None
