@@ -240,7 +240,8 @@ RECOGNISERS[emulated_op] = _recognise
 def set_priority(*, is_raised: bool) -> bool:
     """Let every thread of this process go before ordinary ones, or end that; return whether the system allowed it.
 
-    The ranks sleep most of the time; raised, what else runs on the machine disturbs their timings little.
+    Raised, what else runs on the machine disturbs the timings little. Linux stops such threads for a moment once they
+    have taken 95 % of a second, so who computes must pause.
     """
     policy, parameter = (os.SCHED_FIFO, os.sched_param(1)) if is_raised else (os.SCHED_OTHER, os.sched_param(0))
     try:

@@ -28,6 +28,7 @@ from pipeplan.program.trace import write_trace
 
 _NUM_WARM_UPS = 2
 _CASE_LIMIT_S = 120
+_PAUSE_S = 0.2  # between batches that compute for real; see set_priority
 
 
 def micro_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,6 +120,8 @@ def run(case: dict[str, Any]) -> None:
     is_quiet = set_priority(is_raised=True)
     step_ms, traces, cpu_s = [], [], 0.0
     for number in range(_NUM_WARM_UPS + case["num_steps"]):
+        if is_real:
+            time.sleep(_PAUSE_S)
         dist.barrier()
         start, start_cpu = time.perf_counter(), time.process_time()
         engine.train_batch(data_iter=data)
