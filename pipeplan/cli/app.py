@@ -16,6 +16,7 @@ from pipeplan.cli.convert import convert
 from pipeplan.cli.export import export
 from pipeplan.cli.fit_efficiency import fit_efficiency
 from pipeplan.cli.import_ import import_plan
+from pipeplan.cli.merge import merge
 from pipeplan.cli.optimize import optimize
 from pipeplan.cli.profile import profile
 from pipeplan.cli.quickstart import quickstart
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 # In the order of a user's way through them. Their modules import nothing heavy, so that --help stays quick.
 app.command()(profile)
+app.command()(merge)
 app.command("fit-efficiency")(fit_efficiency)
 app.command()(cluster)
 app.command()(optimize)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,10 +16,11 @@ if TYPE_CHECKING:
     from pipeplan.emit.tables import Table
     from pipeplan.profile import Profile
 
-_WIDE_SPREAD = 0.10  # relative; a median of five is then known to about 5 %
+_NUM_NAMED = 3  # of the uncertain times
 _SHAPE = "Shape"
 _MEASURING = "Measuring"
 _ESTIMATING = "Estimating (GPUs that are not here)"
+_STATES = "What the optimizer keeps"
 _LINKS = "Links (started by the deepspeed launcher)"
 
 
@@ -69,6 +72,31 @@ def profile(
         str | None,
         typer.Option("--device-name", help="Device type to record, such as h100-sxm.", rich_help_panel=_MEASURING),
     ] = None,
+    update: Annotated[
+        bool,
+        typer.Option("--update", help="Measure again what changed since FILE was written.", rich_help_panel=_MEASURING),
+    ] = False,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            help="adam, adamw, lamb, adagrad, lion, sgd or sgd-momentum.",
+            rich_help_panel=_STATES,
+        ),
+    ] = "adamw",
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(
+            "--zero-stage",
+            help="0 or 1; by default 1 for bf16, else 0.",
+            rich_help_panel=_STATES,
+            show_default=False,
+        ),
+    ] = None,
+    data_parallel: Annotated[
+        int,
+        typer.Option("--data-parallel", min=1, help="Replicas that share states.", rich_help_panel=_STATES),
+    ] = 1,
     efficiency: Annotated[
         Path | None,
         typer.Option("--efficiency", help="Efficiency file; see fit-efficiency.", rich_help_panel=_ESTIMATING),
@@ -145,23 +173,29 @@ def profile(
     from pipeplan.model.source import open_model
     from pipeplan.profile.estimate.parallel import ParallelSizes
     from pipeplan.profile.file import profile_document, write_profile
-    from pipeplan.profile.measure import measure_profile
+    from pipeplan.profile.resume import forget_partial, measure_resumably
     from pipeplan.profile.sampling import DEFAULT_BUDGET
+    from pipeplan.profile.states import state_bytes, with_states
 
+    chosen_dtype = dtype or ("fp32" if is_measured else "bf16")
+    state_bytes(chosen_dtype, optimizer=optimizer, zero_stage=zero_stage, num_replicas=data_parallel)  # or refuse now
     torch.set_num_threads(threads)
-    with progress(f"reading {model}", quiet=quiet) as describe:
+    with progress(f"reading {model}", quiet=quiet) as describe, _keeping(output, quiet=quiet):
         layers = open_model(model, granularity=granularity, seed=seed)
         if quiet or device != "cuda":
             _silence_transformers()
         num_layers = len(layers.layers)
         num_distinct = len({layer.identity for layer in layers.layers})
         if is_measured:
-            found = measure_profile(
+            found = measure_resumably(
+                output,
                 layers,
+                is_update=update,
+                on_message=(lambda text: None) if quiet else print_message,
                 device=device,
                 micro_batch_size=micro_batch_size,
                 sequence_length=sequence_length,
-                dtype=dtype or "fp32",
+                dtype=chosen_dtype,
                 seed=seed,
                 device_name=device_name,
                 budget=DEFAULT_BUDGET if time_limit is None else DEFAULT_BUDGET.shared(time_limit, num_distinct),
@@ -174,13 +208,15 @@ def profile(
                 efficiency_file=efficiency,
                 micro_batch_size=micro_batch_size,
                 sequence_length=sequence_length,
-                dtype=dtype or "bf16",
+                dtype=chosen_dtype,
                 sizes=ParallelSizes(tensor=tensor_parallel, expert=expert_parallel),
                 has_kernels=kernel_packages,
                 device_name=device_name,
                 on_layer=lambda index, name: describe(f"estimating {name} ({index + 1} of {num_layers})"),
             )
+    found = with_states(found, optimizer=optimizer, zero_stage=zero_stage, num_replicas=data_parallel)
     write_profile(found, output)
+    forget_partial(output)
     if json:
         print_json(profile_document(found))
     else:
@@ -188,6 +224,20 @@ def profile(
     if not quiet:
         _warn_of_spread(found)
         print_message(f"wrote {output}")
+
+
+@contextmanager
+def _keeping(output: Path, *, quiet: bool) -> Iterator[None]:
+    """Say, when something ends the run inside, where its results are."""
+    from pipeplan.cli.console import print_message
+    from pipeplan.profile.resume import partial_path
+
+    try:
+        yield
+    except BaseException:
+        if not quiet and partial_path(output).exists():
+            print_message(f"what was measured is kept in {partial_path(output)}; the same command goes on from there")
+        raise
 
 
 def _silence_transformers() -> None:
@@ -246,19 +296,16 @@ def _table(profile: Profile, device: str) -> Table:
 
 
 def _warn_of_spread(profile: Profile) -> None:
-    """Say which layers' times are uncertain."""
+    """Say which times are uncertain, and how much of all time that is."""
     from pipeplan.cli.console import print_message
+    from pipeplan.profile.confidence import uncertain_ops
 
-    wide = [
-        f"{name} {op} ±{note['relative_spread']:.0%}"
-        for name, notes in profile.extra["layers"].items()
-        for by_op in notes.get("spread", {}).values()
-        for op, note in by_op.items()
-        if note["relative_spread"] > _WIDE_SPREAD
-    ]
+    wide = uncertain_ops(profile)
     if wide:
-        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        named = ", ".join(f"{one.layer} {one.op} ±{one.relative_spread:.0%}" for one in wide[:_NUM_NAMED])
+        more = f" and {len(wide) - _NUM_NAMED} more" if len(wide) > _NUM_NAMED else ""
+        share = sum(one.time_share for one in wide) / len(profile.devices)
         print_message(
-            f"warning: measured times spread widely ({', '.join(wide[:3])}{more}); "
+            f"warning: {share:.0%} of the time was measured with a wide spread ({named}{more}); "
             "is the machine busy? measure again, or give --time-limit more seconds"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
@@ -15,51 +14,33 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import pipeplan
-from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
+from pipeplan.deferral import WeightGradientStore
 from pipeplan.errors import PipeplanError, ProfileError, nearest
 from pipeplan.model.types import LayerSource, ModelLayers
-from pipeplan.profile.held import PeakMeter, activation_bytes, tensors_in
-from pipeplan.profile.sampling import DEFAULT_BUDGET, Clock, Samples, SamplingBudget, clock_for, sample
-from pipeplan.profile.types import LayerProfile, LayerTimes, Profile, Recomputation
+from pipeplan.profile.held import activation_bytes, tensors_in
+from pipeplan.profile.kept import UNKNOWN, MeasuredLayer, OpTime, layer_key
+from pipeplan.profile.passes import (
+    Pass,
+    call_overhead_ns,
+    describe,
+    gradient_of,
+    measure_bytes,
+    signature,
+    timed_round,
+    without_collection,
+)
+from pipeplan.profile.routing import routed, routes_tokens
+from pipeplan.profile.sampling import DEFAULT_BUDGET, Clock, SamplingBudget, clock_for, sample
+from pipeplan.profile.states import state_bytes
+from pipeplan.profile.types import LayerProfile, Profile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_BYTES_PER_PARAMETER = {
-    "fp32": 16.0,  # weights 4, gradients 4, Adam's moments 8
-    "bf16": 18.0,  # weights 2, gradients in fp32 4, master weights 4, Adam's moments 8
-    "fp16": 18.0,
-}
 
-_NUM_OVERHEAD_ROUNDS = 30
-_RECOMPUTE = "recompute "  # prefix of an op's name while both ways are sampled together
-
-Callback = Callable[[int, str], None]
-"""``callback(index, name)``: called before each layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredLayer:
-    """What measuring one layer gave; layers of the same identity share it.
-
-    Attributes:
-        samples_by_op: F and B, and I and W where something could be deferred.
-        recompute_samples_by_op: The same with recomputation in the backward.
-    """
-
-    num_parameters: int
-    output_bytes: int
-    output_tensors: tuple[str, ...]
-    activation_bytes: int
-    recompute_activation_bytes: int
-    held_for_w_bytes: int
-    workspace_bytes: int
-    samples_by_op: dict[str, Samples]
-    recompute_samples_by_op: dict[str, Samples]
-    outputs: Any  # detached, the inputs of the layer after it
-
-    @property
-    def is_splittable(self) -> bool:
-        """Whether any weight gradient could be deferred."""
-        return "W" in self.samples_by_op
+Layer = Callable[[Any], Any]
+OnLayer = Callable[[int, str], None]
+"""``on_layer(index, name)``: called before each layer."""
+OnMeasured = Callable[[Profile], None]
+"""``on_measured(profile)``: called after each layer that was measured, with the layers up to it."""
 
 
 def measure_profile(
@@ -74,19 +55,22 @@ def measure_profile(
     state_bytes_per_parameter: float | None = None,
     budget: SamplingBudget = DEFAULT_BUDGET,
     measured: MutableMapping[str, MeasuredLayer] | None = None,
-    on_layer: Callback | None = None,
+    on_layer: OnLayer | None = None,
+    on_measured: OnMeasured | None = None,
 ) -> Profile:
     """Measure F, B, I and W, the same with recomputation, and the bytes of every layer.
 
     Layers are built, measured and dropped one at a time, each on what the layer before it returned; layers of equal
-    identity are measured once. The last layer includes the loss.
+    identity are measured once. The last layer includes the loss. Layers with experts are measured with tokens routed
+    evenly; what they take with uneven routing stands in the notes.
 
     Args:
         device: "cpu" or "cuda".
         dtype: "fp32", "bf16" or "fp16"; weights, activations and gradients.
         device_name: Device type in the profile; by default "cpu", or the GPU's name.
-        state_bytes_per_parameter: Weights, gradients, master weights and moments; by default Adam's without sharding.
-        measured: Results by identity; found ones are used, new ones are put in, and stay there if a later layer fails.
+        state_bytes_per_parameter: Weights, gradients, master weights and moments; by default AdamW's on one replica.
+        measured: Results by key, as ``kept.kept_layers`` reads them from a profile; found ones are used, new ones are
+            put in, and stay there if a later layer fails.
 
     Raises:
         ProfileError: A layer can't run on this device or in this dtype, or memory ran out; names the layer.
@@ -94,40 +78,48 @@ def measure_profile(
     if dtype not in DTYPES:
         raise ProfileError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}; use one of {', '.join(DTYPES)}")
     target = _usable_device(device)
-    name = device_name or device_name_of(target)
+    name = recorded_name(device, device_name)
     measured = {} if measured is None else measured
     clock = clock_for(target)
-    setting = _Setting(target, DTYPES[dtype], clock, budget, _call_overhead_ns(clock, target))
+    setting = _Setting(target, DTYPES[dtype], clock, budget, call_overhead_ns(clock, target))
     inputs, labels = model.sample_batch(micro_batch_size, sequence_length, seed)
-    value = _cast(inputs, target, setting.dtype)
     labels = _cast(labels, target, None)
+    chain = _Chain(_cast(inputs, target, setting.dtype), setting)
     layers: list[LayerProfile] = []
     notes: dict[str, dict[str, Any]] = {}
+
+    def profile() -> Profile:
+        return Profile(
+            model=model.name,
+            source="measured",
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            state_bytes_per_parameter=(
+                state_bytes(dtype).per_parameter if state_bytes_per_parameter is None else state_bytes_per_parameter
+            ),
+            layers=tuple(layers),
+            model_source=model.source,
+            extra={"software": measuring_software(device), "layers": dict(notes)},
+        )
+
     for index, source in enumerate(model.layers):
         if on_layer is not None:
             on_layer(index, source.name)
         is_last = index == len(model.layers) - 1
         finish = (lambda outputs: model.loss_function(outputs, labels)) if is_last else None
-        key = f"{source.identity}/{signature(value)}/{'loss' if is_last else ''}"
-        with _naming(source, dtype, name):
-            if key not in measured:
+        key = layer_key(source.identity, chain.signature, has_loss=is_last)
+        is_new = key not in measured
+        if is_new:
+            value = chain.value(dtype, name)
+            with _naming(source, dtype, name):
                 measured[key] = _measure_layer(source, value, finish, setting)
-        value = measured[key].outputs
+        chain.advance(source, key, measured[key])
         layers.append(_layer_profile(source, measured[key], name))
-        notes[source.name] = _notes(measured[key], name)
-    return Profile(
-        model=model.name,
-        source="measured",
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-        dtype=dtype,
-        state_bytes_per_parameter=(
-            STATE_BYTES_PER_PARAMETER[dtype] if state_bytes_per_parameter is None else state_bytes_per_parameter
-        ),
-        layers=tuple(layers),
-        model_source=model.source,
-        extra={"software": software_versions(), "layers": notes},
-    )
+        notes[source.name] = measured[key].notes(key, name)
+        if is_new and on_measured is not None:
+            on_measured(profile())
+    return profile()
 
 
 def software_versions() -> dict[str, str]:
@@ -138,14 +130,9 @@ def software_versions() -> dict[str, str]:
     return versions
 
 
-def signature(value: Any) -> str:
-    """Return what of a layer's inputs decides its cost: dtypes, shapes, and which of them take a gradient."""
-    return ", ".join(describe(tensor) + ("'" if tensor.requires_grad else "") for tensor in tensors_in(value))
-
-
-def describe(tensor: Tensor) -> str:
-    """Return dtype and shape as text, such as ``bfloat16[1, 4096, 512]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def measuring_software(device: str) -> dict[str, str]:
+    """Return the versions, and on CPUs the number of threads."""
+    return software_versions() | ({"cpu_threads": str(torch.get_num_threads())} if device == "cpu" else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,173 +144,118 @@ class _Setting:
     overhead_ns_by_op: Mapping[str, int]
 
 
-@dataclass(slots=True)
-class Pass:
-    """Forward and backward of one layer on inputs of their own, as the runtime would run them."""
+class _Chain:
+    """What the next layer runs on. Layers whose results were kept run only where one behind them is to be measured."""
 
-    run: Callable[[Any], Any]
-    inputs: Any
-    output_gradients: list[Tensor]
-    outputs: Any = None
+    def __init__(self, value: Any, setting: _Setting) -> None:
+        self.signature = signature(value)
+        self._value = value
+        self._setting = setting
+        self._skipped: dict[str, LayerSource] = {}  # by key, since layers of one key hand on the same
 
-    def forward(self) -> None:
-        """Run F and keep the graph."""
-        self.outputs = self.run(self.inputs)
+    def advance(self, source: LayerSource, key: str, measured: MeasuredLayer) -> None:
+        """Go on behind a layer."""
+        self.signature = ", ".join(measured.output_tensors)
+        if measured.outputs is not UNKNOWN:
+            self._value = measured.outputs
+            self._skipped.clear()
+        elif key in self._skipped:
+            for later in list(self._skipped)[list(self._skipped).index(key) + 1 :]:
+                del self._skipped[later]
+        else:
+            self._skipped[key] = source
 
-    def backward(self) -> None:
-        """Run B, or I inside a deferral; nothing where no output has a gradient."""
-        roots = [tensor for tensor in tensors_in(self.outputs) if tensor.requires_grad]
-        self.outputs = None
-        if roots:
-            torch.autograd.backward(roots, self.output_gradients)
+    def value(self, dtype: str, device: str) -> Any:
+        """Return it, on the device; raises as ``measure_profile`` does."""
+        for source in self._skipped.values():
+            with _naming(source, dtype, device):
+                self._value = _detached(_build(source, self._setting)(self._value))
+        self._skipped.clear()
+        return self._value
+
+
+def _build(source: LayerSource, setting: _Setting) -> Layer:
+    built = source.build()
+    return built.to(setting.device, setting.dtype).train() if isinstance(built, nn.Module) else built
+
+
+def _detached(outputs: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
+
+
+_RECOMPUTED, _SKEWED = "recomputed ", "skewed "  # before an op's name, while all ways are sampled together
 
 
 def _measure_layer(
     source: LayerSource, value: Any, finish: Callable[[Any], Tensor] | None, setting: _Setting
 ) -> MeasuredLayer:
-    built = source.build()
-    if isinstance(built, nn.Module):
-        built = built.to(setting.device, setting.dtype).train()
-    layer: Callable[[Any], Any] = built
+    built = _build(source, setting)
+    has_experts = routes_tokens(source.kind)
+    layer = routed(built, is_skewed=False) if has_experts else built
 
-    def run(inputs: Any) -> Any:
-        outputs = layer(inputs)
-        return outputs if finish is None else finish(outputs)
+    def finished(layer: Layer) -> Layer:
+        return layer if finish is None else lambda inputs: finish(layer(inputs))
 
-    def run_recomputing(inputs: Any) -> Any:
-        outputs = checkpoint(layer, inputs, use_reentrant=False)
-        return outputs if finish is None else finish(outputs)
+    def recomputing(inputs: Any) -> Any:
+        return checkpoint(layer, inputs, use_reentrant=False)
 
     def make_inputs() -> Any:
         return pytree.tree_map_only(
             Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), value
         )
 
+    run, run_recomputing = finished(layer), finished(recomputing)
     outputs = run(make_inputs())
     described = tensors_in(outputs)
+    output_tensors = tuple(describe(tensor) for tensor in described)
+    output_bytes = sum(tensor.numel() * tensor.element_size() for tensor in described)
     roots = [tensor for tensor in described if tensor.requires_grad]
     gradients = [gradient_of(root) for root in roots]
     if roots:
         torch.autograd.backward(roots, gradients)  # .grad exists from here on, as for all micro-batches but the first
-    outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
-
-    def start(runner: Callable[[Any], Any]) -> Pass:
-        return Pass(runner, make_inputs(), gradients)
+    outputs = _detached(outputs)
+    del described, roots  # and with them the graph
 
     store = WeightGradientStore()
-    held_bytes, workspace_bytes = measure_bytes(start(run), store, setting.device)
-    time_plain = _round(lambda: start(run), store, setting.clock, setting.overhead_ns_by_op)
-    time_recomputing = _round(lambda: start(run_recomputing), store, setting.clock, setting.overhead_ns_by_op)
-    with _without_collection():
-        samples_by_op = sample(
-            lambda: time_plain() | {_RECOMPUTE + op: ns for op, ns in time_recomputing().items()}, setting.budget
+
+    def rounds(runner: Layer, prefix: str) -> Callable[[], dict[str, int]]:
+        run_round = timed_round(
+            lambda: Pass(runner, make_inputs(), gradients), store, setting.clock, setting.overhead_ns_by_op
         )
+        return lambda: {prefix + op: duration_ns for op, duration_ns in run_round().items()}
+
+    ways = {"": run, _RECOMPUTED: run_recomputing}
+    if has_experts:
+        ways[_SKEWED] = finished(routed(built, is_skewed=True))
+    all_rounds = [rounds(runner, prefix) for prefix, runner in ways.items()]
+    held_bytes, workspace_bytes = measure_bytes(Pass(run, make_inputs(), gradients), store, setting.device)
+    with without_collection():
+        samples_by_op = sample(
+            lambda: {op: duration_ns for run_round in all_rounds for op, duration_ns in run_round().items()},
+            setting.budget,
+        )
+
+    def time_by_op(prefix: str) -> dict[str, OpTime]:
+        return {
+            op: OpTime(samples.median_ns, samples.relative_spread, len(samples.durations_ns))
+            for op in "FBIW"
+            if (samples := samples_by_op.get(prefix + op)) is not None
+        }
+
     module_parameters = list(built.parameters()) if isinstance(built, nn.Module) else []
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in module_parameters if parameter.requires_grad),
-        output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in described),
-        output_tensors=tuple(describe(tensor) for tensor in described),
+        output_bytes=output_bytes,
+        output_tensors=output_tensors,
         activation_bytes=activation_bytes(run, make_inputs, keeps_inputs=False),
         recompute_activation_bytes=activation_bytes(run_recomputing, make_inputs, keeps_inputs=True),
         held_for_w_bytes=held_bytes,
         workspace_bytes=workspace_bytes,
-        samples_by_op={op: one for op, one in samples_by_op.items() if not op.startswith(_RECOMPUTE)},
-        recompute_samples_by_op={
-            op.removeprefix(_RECOMPUTE): one for op, one in samples_by_op.items() if op.startswith(_RECOMPUTE)
-        },
+        time_by_op=time_by_op(""),
+        recompute_ns_by_op={op: time.median_ns for op, time in time_by_op(_RECOMPUTED).items()},
+        skewed_ns_by_op={op: time.median_ns for op, time in time_by_op(_SKEWED).items()},
         outputs=outputs,
     )
-
-
-def measure_bytes(one: Pass, store: WeightGradientStore, device: torch.device) -> tuple[int, int]:
-    """Return the bytes held from I to W, and the workspace."""
-    meter = PeakMeter(device)
-    with meter.recording():
-        with meter.watch(), defer_weight_gradients(store, 0):
-            one.forward()
-        with meter.watch(), defer_weight_gradients(store, 0):
-            one.backward()
-        held_bytes = store.held_bytes(0)
-        with meter.watch():
-            store.run(0)
-    return held_bytes, meter.workspace_bytes
-
-
-def _round(
-    start: Callable[[], Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
-) -> Callable[[], dict[str, int]]:
-    """Return a function that times F and B, then F, I and W, once, less the overhead of the calls."""
-    can_split = True
-
-    def run_round() -> dict[str, int]:
-        nonlocal can_split
-        durations: dict[str, int] = {}
-
-        def time(op: str, work: Callable[[], Any]) -> None:
-            _, duration_ns = clock.time(work)
-            durations[op] = max(0, duration_ns - overhead_ns_by_op.get(op, 0))
-
-        def input_half() -> None:
-            with defer_weight_gradients(store, 0):
-                one.backward()
-
-        one = start()
-        time("F", one.forward)
-        time("B", one.backward)
-        if can_split:
-            one = start()
-            with defer_weight_gradients(store, 0):
-                one.forward()
-            time("I", input_half)
-            can_split = 0 in store
-            if can_split:
-                time("W", lambda: store.run(0))
-            else:
-                del durations["I"]
-        return durations
-
-    return run_round
-
-
-def _call_overhead_ns(clock: Clock, device: torch.device) -> dict[str, int]:
-    """Return what F, B, I and W cost where there is nothing to do.
-
-    A stage pays it once an op, whatever its number of layers, so it belongs to the cluster's host overheads and not to
-    any layer; left in, it would make the layers of a small model add up to more than the model.
-    """
-    value = torch.zeros(1, device=device, requires_grad=True)
-    gradient = torch.zeros(1, device=device)
-    store = WeightGradientStore()
-
-    def input_half() -> None:
-        with defer_weight_gradients(store, 0):
-            one.backward()
-
-    durations: dict[str, list[int]] = {"F": [], "B": [], "I": []}
-    for _ in range(_NUM_OVERHEAD_ROUNDS):
-        for op in ("B", "I"):
-            one = Pass(lambda value: value.view_as(value), value, [gradient])
-            durations["F"].append(clock.time(one.forward)[1])
-            durations[op].append(clock.time(one.backward if op == "B" else input_half)[1])
-    overhead = {op: Samples(tuple(found)).median_ns for op, found in durations.items()}
-    return {**overhead, "W": overhead["B"]}  # W is one call of the engine too
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def gradient_of(output: Tensor) -> Tensor:
-    """Return a gradient to start a backward from; small, since parameters accumulate it round after round."""
-    return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output) * 1e-3
 
 
 def _cast(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -344,6 +276,11 @@ def _usable_device(device: str) -> torch.device:
             )
         return torch.device("cuda", torch.cuda.current_device())
     raise ProfileError(f"layers can be measured on cpu or cuda, not on {device!r}")
+
+
+def recorded_name(device: str, device_name: str | None) -> str:
+    """Return the device type under which times measured on ``device`` are recorded; raises as ``measure_profile``."""
+    return device_name or device_name_of(_usable_device(device))
 
 
 def device_name_of(device: torch.device) -> str:
@@ -384,26 +321,6 @@ def _layer_profile(source: LayerSource, measured: MeasuredLayer, device: str) ->
         is_splittable=measured.is_splittable,
         tied=source.tied,
         keep_with_previous=source.keep_with_previous,
-        times_by_device={device: _times(measured.samples_by_op)},
-        recomputation=Recomputation(
-            {device: _times(measured.recompute_samples_by_op)}, measured.recompute_activation_bytes
-        ),
+        times_by_device={device: measured.times()},
+        recomputation=measured.recomputation(device),
     )
-
-
-def _times(samples_by_op: dict[str, Samples]) -> LayerTimes:
-    ns = {op: samples.median_ns for op, samples in samples_by_op.items()}
-    return LayerTimes(
-        forward_ns=ns["F"],
-        backward_ns=ns["B"],
-        input_gradient_ns=ns.get("I"),
-        weight_gradient_ns=ns.get("W"),
-    )
-
-
-def _notes(measured: MeasuredLayer, device: str) -> dict[str, Any]:
-    spread = {
-        op: {"relative_spread": round(samples.relative_spread, 4), "num_samples": len(samples.durations_ns)}
-        for op, samples in measured.samples_by_op.items()
-    }
-    return {"output_tensors": list(measured.output_tensors), "spread": {device: spread}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.errors import ProfileError, nearest
+from pipeplan.profile.types import Profile
 
 # fp32 values that the optimizer keeps of a parameter.
 _MOMENTS_BY_OPTIMIZER = {
@@ -63,7 +64,7 @@ def state_bytes(
             f"unknown optimizer {optimizer!r}{nearest(optimizer, OPTIMIZERS)}; use the one of "
             f"{', '.join(OPTIMIZERS)} that keeps as much"
         )
-    stage = _USUAL_ZERO_STAGE_BY_DTYPE[dtype] if zero_stage is None else zero_stage
+    stage = usual_zero_stage(dtype) if zero_stage is None else zero_stage
     if stage not in (0, 1):
         raise ProfileError(
             f"ZeRO stage {stage} shards gradients that a pipeline keeps accumulating over its micro-batches; use 1 or 0"
@@ -83,3 +84,19 @@ def state_bytes(
         master_weights=master_bytes / num_shards,
         moments=_MOMENTS_BY_OPTIMIZER[optimizer] * _FP32_BYTES / num_shards,
     )
+
+
+def usual_zero_stage(dtype: str) -> int:
+    """Return the ZeRO stage of the DeepSpeed config that pipeplan writes."""
+    return _USUAL_ZERO_STAGE_BY_DTYPE[dtype]
+
+
+def with_states(profile: Profile, *, optimizer: str, zero_stage: int | None, num_replicas: int) -> Profile:
+    """Return the profile with states for an optimizer, and a note of what they are for; raises as ``state_bytes``."""
+    states = state_bytes(profile.dtype, optimizer=optimizer, zero_stage=zero_stage, num_replicas=num_replicas)
+    note = {
+        "optimizer": optimizer,
+        "zero_stage": usual_zero_stage(profile.dtype) if zero_stage is None else zero_stage,
+        "data_parallel": num_replicas,
+    }
+    return replace(profile, state_bytes_per_parameter=states.per_parameter, extra={**profile.extra, "states": note})

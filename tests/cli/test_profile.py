@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.profile import read_profile
+from pipeplan.profile import measure, read_profile
 from tests.cli.conftest import Run
 
 SHAPE = ("--sequence-length", "8", "--micro-batch-size", "2", "--time-limit", "0")
@@ -44,7 +44,10 @@ def test_the_table_folds_equal_layers(run: Run, tmp_path: Path) -> None:
     [
         (("tiny-lama",), "no model 'tiny-lama' (did you mean 'tiny-llama'?)"),
         (("missing/config.json",), "missing/config.json does not exist"),
-        (("tiny-llama", "--device", "h100-sxm"), "device 'h100-sxm'"),
+        (("tiny-llama", "--device", "h100-smx"), "'h100-smx'"),
+        (("tiny-llama", "--optimizer", "adma"), "unknown optimizer 'adma' (did you mean 'adam'?)"),
+        (("tiny-llama", "--zero-stage", "2"), "ZeRO stage 2 shards gradients"),
+        (("tiny-llama", "--update"), "nothing to update"),
     ],
 )
 def test_bad_input_is_one_clear_message(run: Run, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -55,6 +58,64 @@ def test_bad_input_is_one_clear_message(run: Run, tmp_path: Path, arguments: tup
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert not path.exists()
+
+
+def test_states_follow_the_options(run: Run, tmp_path: Path) -> None:
+    """Optimizer, ZeRO stage and replicas decide the bytes of a parameter, and stand in the file."""
+    path = tmp_path / "profile.yaml"
+    arguments = ("profile", "tiny-llama", "-o", path, *SHAPE, "--dtype", "bf16", "--quiet")
+    assert run(*arguments).status == 0
+    assert read_profile(path).state_bytes_per_parameter == 18
+    assert run(*arguments, "--update", "--optimizer", "lion", "--data-parallel", 4).status == 0
+    found = read_profile(path)
+    assert found.state_bytes_per_parameter == 2 + 4 + (4 + 4) / 4
+    assert found.extra["states"] == {"optimizer": "lion", "zero_stage": 1, "data_parallel": 4}
+
+
+def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle leaves the layers so far beside the output and says where; the next run uses them."""
+    path = tmp_path / "profile.yaml"
+    measure_layer = measure._measure_layer
+    num_measured = 0
+
+    def interrupted(*arguments: object) -> object:
+        nonlocal num_measured
+        if num_measured == 1:
+            raise KeyboardInterrupt
+        num_measured += 1
+        return measure_layer(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_measure_layer", interrupted)
+        outcome = run("profile", "tiny-llama", "-o", path, *SHAPE)
+    assert outcome.status == 130
+    assert "profile.yaml.partial; the same command goes on from there" in outcome.err
+    assert not path.exists()
+    outcome = run("profile", "tiny-llama", "-o", path, *SHAPE)
+    assert outcome.status == 0
+    assert "holds 1 measured layer on cpu" in outcome.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.yaml"]
+
+
+def test_merge(run: Run, tmp_path: Path) -> None:
+    """Two device types become one profile, which optimize may use for both; two sizes give one between them."""
+    here, there, both = (tmp_path / f"{name}.yaml" for name in ("here", "there", "both"))
+    arguments = ("profile", "tiny-llama", *SHAPE, "--quiet")
+    assert run(*arguments, "-o", here, "--device-name", "here").status == 0
+    assert run(*arguments, "-o", there, "--device-name", "there").status == 0
+    outcome = run("merge", here, there, "-o", both)
+    assert outcome.status == 0, outcome.err
+    assert read_profile(both).devices == ("here", "there")
+    assert "tiny-llama on here, there" in outcome.err
+    refused = run("merge", here, here, "-o", tmp_path / "none.yaml")
+    assert refused.status == 1
+    assert "both have times on 'here'" in refused.err
+    assert run("merge", here, "-o", tmp_path / "none.yaml").status == 2
+    assert run(*arguments, "-o", there, "--device-name", "here", "--micro-batch-size", 4).status == 0
+    outcome = run("merge", here, there, "--micro-batch-size", 3, "-o", both)
+    assert outcome.status == 0, outcome.err
+    assert "note: interpolated, not measured" in outcome.err
+    assert read_profile(both).micro_batch_size == 3
 
 
 def test_without_the_launcher(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

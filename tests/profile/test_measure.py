@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeplan.errors import ProfileError
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile import LayerProfile, Profile, read_profile, write_profile
-from pipeplan.profile.measure import MeasuredLayer, measure_profile
+from pipeplan.profile.kept import MeasuredLayer
+from pipeplan.profile.measure import measure_profile
 from pipeplan.profile.sampling import SamplingBudget
 
 torch.set_num_threads(1)

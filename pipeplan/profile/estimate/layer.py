@@ -21,7 +21,7 @@ from pipeplan.profile.estimate.kernels import Category, Kernel, LayerCost
 from pipeplan.profile.estimate.opaque import FusedFunctions
 from pipeplan.profile.estimate.recorder import OpRecorder, Recording, storage_key
 from pipeplan.profile.held import activation_bytes, tensors_in
-from pipeplan.profile.measure import Pass, describe, gradient_of, measure_bytes
+from pipeplan.profile.passes import Pass, describe, gradient_of, measure_bytes
 
 Finish = Callable[[Any], Tensor]
 """The loss, a function of what the last layer returns."""

@@ -20,7 +20,8 @@ from pipeplan.profile.estimate.kernels import LayerCost
 from pipeplan.profile.estimate.layer import LayerOnFakes, run_on_fakes
 from pipeplan.profile.estimate.opaque import FusedFunctions
 from pipeplan.profile.estimate.parallel import ParallelSizes, share_of
-from pipeplan.profile.measure import DTYPES, signature, software_versions
+from pipeplan.profile.measure import DTYPES, software_versions
+from pipeplan.profile.passes import signature
 from pipeplan.profile.states import state_bytes
 from pipeplan.profile.types import LayerProfile, Profile, Recomputation
 

@@ -1,0 +1,51 @@
+"""Routing by rule, on its own and in a real model with experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeplan.model.source import open_model
+from pipeplan.profile.measure import measure_profile
+from pipeplan.profile.routing import chosen_experts, routed, routes_tokens
+from tests.profile.test_measure import ONCE
+
+torch.set_num_threads(1)
+
+
+def test_balanced_and_skewed_loads() -> None:
+    """Balanced: equal loads. Skewed: half of all tokens for the first experts, beside their share of the rest."""
+    balanced = torch.bincount(chosen_experts(64, 8, 2, is_skewed=False).flatten(), minlength=8)
+    assert balanced.tolist() == [16] * 8
+    skewed = torch.bincount(chosen_experts(64, 8, 2, is_skewed=True).flatten(), minlength=8)
+    assert skewed.sum() == 128
+    assert skewed[0] >= 32 and skewed[1] >= 32
+    for is_skewed in (False, True):
+        assert all(len(set(row)) == 2 for row in chosen_experts(64, 8, 2, is_skewed=is_skewed).tolist())
+
+
+def test_a_router_is_overruled_inside_the_layer_alone() -> None:
+    """Values belong to the chosen experts and keep their gradient; outside, topk is torch's own."""
+    scores = torch.rand(6, 4, requires_grad=True)
+    values, indices = routed(lambda inputs: inputs.topk(2, dim=-1), is_skewed=False)(scores)
+    assert torch.equal(indices, chosen_experts(6, 4, 2, is_skewed=False))
+    assert torch.equal(values, scores.gather(1, indices))
+    assert values.requires_grad
+    assert torch.equal(scores.topk(2).values, torch.sort(scores, descending=True).values[:, :2])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("moe", True), ("attention+moe", True), ("mlp", False)])
+def test_kinds_with_experts(kind: str, expected: bool) -> None:
+    """The kind of a layer says whether it routes."""
+    assert routes_tokens(kind) is expected
+
+
+def test_expert_layers_note_uneven_routing() -> None:
+    """In a profile of tiny-jamba exactly the layers with experts say what uneven routing costs, with every op."""
+    profile = measure_profile(open_model("tiny-jamba"), micro_batch_size=1, sequence_length=16, budget=ONCE)
+    for layer in profile.layers:
+        notes = profile.extra["layers"][layer.name]
+        assert ("skewed_routing_ms" in notes) == routes_tokens(layer.kind)
+        if routes_tokens(layer.kind):
+            assert notes["skewed_routing_ms"]["cpu"].keys() == {"F", "B", "I", "W"}
+    assert any(routes_tokens(layer.kind) for layer in profile.layers)
