@@ -40,7 +40,8 @@ from pipeplan.simulate import EncodedOrder
 
 IntArray = NDArray[np.int64]
 
-CHUNK_WORK = 1_500_000.0
+CHUNK_WORK = 1_500_000.0  # between two looks at the budget: about a tenth of a second
+FEWEST_CHUNKS = 300
 ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)  # of the budget; the rest goes to local search on orders
 KEPT_SHARE = 0.4
 MAX_REPLICAS = 4  # tracks for one placement, which end up far apart
@@ -98,6 +99,7 @@ class Tuner:
         self._whole = build_instance(problem)
         self._instance: Instance = self._whole
         self._num_atoms = len(self._instance.num_layers) - 1
+        self._chunk_work = min(CHUNK_WORK, budget.expected_work / FEWEST_CHUNKS)
         self._seeds = np.random.SeedSequence(seed)
         self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
         self._tracks: list[Track] = []
@@ -214,7 +216,7 @@ class Tuner:
     def _evolve(self, track: Track, goal: float, hot: float, cold: float) -> None:
         """Anneal a track until the budget's fraction reaches ``goal``."""
         begin = self._budget.fraction
-        num_steps = max(1, int(CHUNK_WORK / track.work_per_step))
+        num_steps = max(1, int(self._chunk_work / track.work_per_step))
         while self._budget.fraction < min(goal, 1.0):
             done = min(1.0, (self._budget.fraction - begin) / max(goal - begin, 1e-9))
             now = hot * (cold / hot) ** done
@@ -322,7 +324,7 @@ class Tuner:
 
     def _search_order(self, track: OrderTrack, goal: float, begin: float, span: float) -> None:
         work_per_step = ORDER_STEP_WEIGHT * len(track.current.stage)
-        num_steps = max(1, int(CHUNK_WORK / work_per_step))
+        num_steps = max(1, int(self._chunk_work / work_per_step))
         while self._budget.fraction < min(goal, 1.0):
             done = min(1.0, (self._budget.fraction - begin) / span)
             now = ORDER_HOT * (ORDER_COLD / ORDER_HOT) ** done
