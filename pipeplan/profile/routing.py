@@ -59,4 +59,4 @@ def _routing(is_skewed: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.topk, Tensor.topk = original, original_method  # type: ignore[method-assign]
+        torch.topk, Tensor.topk = original, original_method
