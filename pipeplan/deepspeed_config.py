@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeplan.errors import LaunchError
+from pipeplan.errors import LaunchError, nearest
 
 DIGEST_KEY = "pipeplan"  # ours; DeepSpeed reads only the keys it knows
+DEFAULT_MESSAGE_TIMEOUT_S = 600.0
+
+_OWN_KEYS = ("digest", "message_timeout_s")
 
 _OFFLOAD_KEYS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
 _SECTIONS = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "scheduler", "zero_optimization")
@@ -51,6 +54,29 @@ def precision(config: Mapping[str, Any]) -> str | None:
     return "fp32" if is_switched_off else None
 
 
+def message_timeout_s(config: Mapping[str, Any]) -> float:
+    """Return how long a rank waits for one message: ``pipeplan.message_timeout_s``, ten minutes if it isn't given.
+
+    Raises:
+        LaunchError: The section holds something else, or no positive number.
+    """
+    section = config.get(DIGEST_KEY, {})
+    if not isinstance(section, Mapping):
+        raise LaunchError(f"the DeepSpeed config sets {DIGEST_KEY!r} to {section!r}; an object is expected there")
+    for key in section:
+        if key not in _OWN_KEYS:
+            raise LaunchError(
+                f"the DeepSpeed config sets {DIGEST_KEY}.{key}, which does not exist{nearest(key, _OWN_KEYS)}"
+            )
+    timeout_s = section.get("message_timeout_s", DEFAULT_MESSAGE_TIMEOUT_S)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise LaunchError(
+            f"the DeepSpeed config sets {DIGEST_KEY}.message_timeout_s to {timeout_s!r}; give a positive number of "
+            "seconds"
+        )
+    return float(timeout_s)
+
+
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Check that a pipeline plan can run under a DeepSpeed config.
 
@@ -65,6 +91,7 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key in _REMOVED_KEYS:
         if key in config:
             raise LaunchError(f"the DeepSpeed config sets {key!r}, which DeepSpeed 0.19 has removed; delete the key")
+    message_timeout_s(config)
     zero = config.get("zero_optimization")
     if isinstance(zero, Mapping):
         stage = zero_stage(config)

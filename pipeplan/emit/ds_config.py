@@ -63,7 +63,7 @@ def build_ds_config(
     # DeepSpeed's own default is 1.0 too; written down because it changes results.
     config["gradient_clipping"] = rest.pop("gradient_clipping", 1.0)
     config |= {key: value for key, value in rest.items() if key not in config}
-    config[DIGEST_KEY] = {"digest": plan.digest}
+    config[DIGEST_KEY] = {**base.get(DIGEST_KEY, {}), "digest": plan.digest}
     refuse_unsupported(config)
     return config
 

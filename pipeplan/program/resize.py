@@ -1,7 +1,7 @@
 """A plan's order for another number of micro-batches, without a search.
 
-Fewer: the plan's own order, with the ops of the others left out. Every dependency stays inside a micro-batch, so what is
-left still finishes, in no more memory.
+Fewer: the plan's own order, with the ops of the others left out. Every dependency stays inside a micro-batch, so what
+is left still finishes, in no more memory.
 
 More: the plan again and again, in rounds of its own number of micro-batches, the last round cut off. Rounds one after
 the other always work, in the plan's memory. Mostly it is faster to let a round begin before the one before it has

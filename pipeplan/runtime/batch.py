@@ -64,12 +64,20 @@ class MicroBatches:
         """Micro-batches that were fetched and are still needed."""
         return len(self._kept)
 
-    def __getitem__(self, micro_batch: int) -> Any:
-        """Return (inputs, labels) of a micro-batch."""
+    def labels(self, num_micro_batches: int) -> list[Any]:
+        """Return the labels of all micro-batches ahead of their use."""
+        self._fetch_up_to(num_micro_batches - 1)
+        return [self._kept[micro_batch][1] for micro_batch in range(num_micro_batches)]
+
+    def _fetch_up_to(self, micro_batch: int) -> None:
         while self._num_fetched <= micro_batch:
             self._kept[self._num_fetched] = self._fetch()
             self._uses_left[self._num_fetched] = self._num_uses
             self._num_fetched += 1
+
+    def __getitem__(self, micro_batch: int) -> Any:
+        """Return (inputs, labels) of a micro-batch."""
+        self._fetch_up_to(micro_batch)
         content = self._kept[micro_batch]
         self._uses_left[micro_batch] -= 1
         if self._uses_left[micro_batch] == 0:

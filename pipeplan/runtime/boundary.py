@@ -78,7 +78,7 @@ class BoundarySpec:
                 if one != other:
                     raise LaunchError(
                         f"{where}: tensor {index} of the boundary is {other}, but it was {one} in the first batch; "
-                        "keep shapes fixed (pad the micro-batches to one length)"
+                        "pad the micro-batches to one length, or build the module with dynamic_shapes=True"
                     )
         raise LaunchError(
             f"{where}: the boundary has another structure than in the first batch; return the same structure with "

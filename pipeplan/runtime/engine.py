@@ -15,6 +15,7 @@ from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils import logger
 from torch.autograd.graph import get_gradient_edge
 
+from pipeplan.deepspeed_config import message_timeout_s
 from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
 from pipeplan.errors import CheckpointError, LaunchError
 from pipeplan.plan.layout import Placement
@@ -27,10 +28,13 @@ from pipeplan.runtime import boundary, schedule
 from pipeplan.runtime.batch import BatchState, MicroBatches, Outgoing
 from pipeplan.runtime.channels import Channels
 from pipeplan.runtime.checkpoint.collective import has_latest, load_planned, save_planned
+from pipeplan.runtime.deadlines import is_lost_connection
 from pipeplan.runtime.forward_only import forward_program
 from pipeplan.runtime.gradients import global_gradient_norm, scale_gradients
 from pipeplan.runtime.module import PlannedPipelineModule
+from pipeplan.runtime.resizing import resize_together
 from pipeplan.runtime.trace import BatchRecorder, gather_rank_traces
+from pipeplan.runtime.weighting import micro_batch_weights
 
 
 class PlannedPipelineEngine(PipelineEngine):
@@ -53,13 +57,31 @@ class PlannedPipelineEngine(PipelineEngine):
             [self.grid.stage_to_global(rank, data=replica) for rank in range(self.num_stages)]
             for replica in range(self.grid.data_parallel_size)
         ]
-        self._channels = Channels(self.stage_id, replicas, self.grid.data_parallel_id, torch.device(self.device))
+        self._channels = Channels(
+            self.stage_id,
+            replicas,
+            self.grid.data_parallel_id,
+            torch.device(self.device),
+            limit_s=message_timeout_s(self.config),
+            is_dynamic=self.module.dynamic_shapes,
+        )
+        self._channels.deadlines.limit_collectives(
+            [
+                self.grid.get_pipe_parallel_group(),
+                self.grid.get_model_parallel_group(),
+                self.grid.get_data_parallel_group(),
+                *(tied.group for tied in self.module.tied_weights),
+            ]
+        )
         self._weight_gradients = WeightGradientStore()
         self.recorder = BatchRecorder(torch.device(self.device))
         self._evaluation_schedules: dict[int, schedule.PlannedSchedule] = {}  # keyed by number of micro-batches
         self._num_micro_batches_run = 0
         self._has_autocast = self.torch_autocast_enabled()
+        self._at: object = None  # the instruction that runs
+        self._program_by_count = {self.module.runnable.program.num_micro_batches: self.module.runnable.verified}
         self.set_program(self.module.runnable.verified)
+        self._resize(self.micro_batches)
         if self.training_data:
             self._build_data_iter(self.training_data)
 
@@ -78,6 +100,7 @@ class PlannedPipelineEngine(PipelineEngine):
                 f"{list(self._rank_by_stage)}; a running engine can change the order only"
             )
         self._program = program
+        self._program_by_count[program.num_micro_batches] = verified
         self._split_ops = {
             (step.op.stage, step.op.micro_batch)
             for step in program.instructions_by_rank[self.stage_id]
@@ -86,13 +109,27 @@ class PlannedPipelineEngine(PipelineEngine):
         self._channels.prepare(program)
         self._schedule = self._schedule_of(program)
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches a batch, as DeepSpeed does; collective.
+
+        The plan's order is derived again for that number, verified, and said in the log.
+
+        Raises:
+            LaunchError: The plan's profile isn't known, or that many micro-batches don't fit.
+        """
+        super().set_train_batch_size(train_batch_size)
+        self._resize(self.micro_batches)
+
+    def _resize(self, num_micro_batches: int) -> None:
+        """Run ``num_micro_batches`` a batch from now on, with the program that was given or derived for them."""
+        if self._program.num_micro_batches == num_micro_batches:
+            return
+        if num_micro_batches not in self._program_by_count:
+            self._program_by_count[num_micro_batches] = resize_together(self.module.runnable, num_micro_batches)
+        self.set_program(self._program_by_count[num_micro_batches])
+
     def _train_schedule(self) -> schedule.PlannedSchedule:
-        planned = self._program.num_micro_batches
-        if self.micro_batches != planned:
-            raise LaunchError(
-                f"the engine runs {self.micro_batches} micro-batches a batch, but its program is for {planned}; call "
-                f"set_program with a program for {self.micro_batches}"
-            )
+        self._resize(self.micro_batches)
         return self._schedule
 
     def _inference_schedule(self, micro_batches: int) -> schedule.PlannedSchedule:
@@ -112,21 +149,53 @@ class PlannedPipelineEngine(PipelineEngine):
         handlers: dict[type, Callable[..., None]] = {
             kind: MethodType(method, self) for kind, method in self._INSTRUCTION_MAP.items()
         }
+        self._weights = self._weigh_micro_batches(pipe_schedule.micro_batches)
         mark = self.recorder.start_batch(pipe_schedule.program.instructions_by_rank[self.stage_id])
         for commands in pipe_schedule:
             for command in commands:
+                self._at = command
                 handlers[type(command)](**command.kwargs)
                 mark()
+        self._at = "the end of the batch"
         self._finish_batch(pipe_schedule.micro_batches)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Give up the batch's messages if it ends early, and name what ran when a collective lost another rank."""
+        self._channels.check_usable()
+        try:
+            yield
+        except RuntimeError as error:
+            self._channels.abandon()
+            if not is_lost_connection(error):
+                raise
+            raise LaunchError(
+                f"rank {self.stage_id} was at {self._at!r} together with other ranks, of which one is gone or hangs; "
+                f"its own error says why ({error})"
+            ) from error
+        except BaseException:
+            self._channels.abandon()
+            raise
+
+    def _weigh_micro_batches(self, num_micro_batches: int) -> list[float]:
+        """Return what each micro-batch's loss counts, 1 on average; only the rank of the loss needs it."""
+        count_labels = self.module.count_labels
+        if count_labels is None or not self.module.hosts_last_stage or not self._compute_loss:
+            return [1.0] * num_micro_batches
+        counts = [float(count_labels(labels)) for labels in self._data.labels(num_micro_batches)]
+        group, num_replicas = self.grid.get_data_parallel_group(), self.grid.get_data_parallel_world_size()
+        return micro_batch_weights(counts, group, num_replicas, torch.device(self.device))
 
     def _finish_batch(self, num_micro_batches: int) -> None:
         """Hand DeepSpeed the losses in micro-batch order."""
         self._channels.finish_batch()
         self.fwd_outputs = [self._batch.losses[micro_batch] for micro_batch in sorted(self._batch.losses)]
+        if self._compute_loss and self.module.count_labels is not None:
+            self.fwd_outputs = [weight * loss for weight, loss in zip(self._weights, self.fwd_outputs, strict=False)]
         if self.fwd_outputs:
             self.loss = self.fwd_outputs[-1]
             self.total_loss = sum(self.fwd_outputs[1:], self.fwd_outputs[0].clone())
-        if self.eval_return_logits:
+        if self.eval_return_logits and self.module.hosts_last_stage:
             self.outputs = [self._batch.logits[micro_batch] for micro_batch in sorted(self._batch.logits)]
         if self._weight_gradients.pending_keys:
             raise LaunchError(f"weight gradients of {list(self._weight_gradients.pending_keys)} were never computed")
@@ -137,9 +206,40 @@ class PlannedPipelineEngine(PipelineEngine):
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train one batch, as DeepSpeed does, and mark its end for ``trace``."""
-        loss = super().train_batch(*args, **kwargs)
+        with self._interruptible():
+            loss = super().train_batch(*args, **kwargs)
         self.recorder.finish_batch()
         return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate any number of micro-batches, as DeepSpeed does, with a forward-only program of the same placement.
+
+        Returns:
+            The mean loss (``None`` off the loss's rank if ``bcast_loss`` is off); with ``return_logits`` also what the
+            last stage returned for each micro-batch, in their order, on the rank that holds it and ``None`` elsewhere.
+        """
+        with self._interruptible():
+            return super().eval_batch(
+                data_iter,
+                return_logits=return_logits,
+                compute_loss=compute_loss,
+                reduce_output=reduce_output if compute_loss else None,
+                bcast_loss=bcast_loss,
+                num_micro_batches=num_micro_batches,
+            )
+
+    def reset_activation_shape(self) -> None:
+        """Let the following batches have boundaries of another shape; every rank calls it, as in DeepSpeed."""
+        super().reset_activation_shape()
+        self._channels.forget_shapes()
 
     def trace(self) -> Trace:
         """Return when every instruction of the last batch started and ended on every rank; collective.
@@ -217,11 +317,11 @@ class PlannedPipelineEngine(PipelineEngine):
             self._batch.losses[micro_batch] = loss.detach().float()  # so that sums are not rounded to bf16
             if loss.requires_grad:
                 self._batch.roots[key] = [get_gradient_edge(loss)]
-                self._batch.output_gradients[key] = [self._loss_gradient(loss)]
+                self._batch.output_gradients[key] = [self._loss_gradient(loss, self._weights[micro_batch])]
 
-    def _loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+    def _loss_gradient(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """Return what the loss's backward starts from: the share of the batch, and the loss scale of fp16."""
-        share = torch.full_like(loss, 1.0 / self._running.num_micro_batches, requires_grad=False)
+        share = torch.full_like(loss, weight / self._running.num_micro_batches, requires_grad=False)
         loss_scaler = getattr(self.optimizer, "loss_scaler", None)
         if loss_scaler is not None:
             share = share * loss_scaler.loss_scale
@@ -229,7 +329,7 @@ class PlannedPipelineEngine(PipelineEngine):
 
     def _accept_inputs(self, stage: int, micro_batch: int, tensors: Any) -> None:
         """Make what arrived for a forward the leaves of its graph."""
-        spec = self._channels.spec(stage - 1)
+        spec = self._channels.spec(stage - 1, micro_batch)
         leaves = boundary.detach_inputs(spec, tensors)
         self._batch.inputs[stage, micro_batch] = spec.join(leaves)
         if torch.is_grad_enabled():

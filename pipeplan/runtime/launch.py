@@ -34,10 +34,18 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Build the engine of a planned pipeline, the way ``deepspeed.initialize`` builds its own.
 
-    A model that isn't a ``PlannedPipelineModule`` goes to ``deepspeed.initialize`` unchanged.
+    A model that isn't a ``PlannedPipelineModule`` goes to ``deepspeed.initialize`` unchanged. Where the config runs
+    another number of micro-batches than planned, the plan's order is carried over to it, verified, and said.
+
+    ``pipeplan.message_timeout_s`` in the config (600 if not given) limits how long a rank waits for one message or for
+    the other ranks of a reduction; then it ends with an error that names op and peer.
 
     Returns:
         Engine, optimizer, training data loader and learning-rate scheduler, as ``deepspeed.initialize``.
+
+    DeepSpeed adds up and averages over the replicas in the dtype of the weights unless the config says otherwise: in
+    bf16, set ``communication_data_type`` to ``fp32`` for results that don't depend on the number of replicas. fp16
+    trains on GPUs; on CPUs without fp16 arithmetic DeepSpeed refuses it when the engine is built.
 
     Raises:
         LaunchError: The config asks for something that a plan can't run with, or contradicts the plan.
@@ -70,7 +78,6 @@ def initialize(
     _check_against_plan(content, model)
     config_class = DeepSpeedConfig(content, model.mpu())
     deepspeed.set_optimizer_flags(config_class, model)
-    _check_micro_batches(config_class, model)
     engine = PlannedPipelineEngine(
         args=args,
         model=model,
@@ -116,14 +123,4 @@ def _check_against_plan(config: dict[str, Any], model: PlannedPipelineModule) ->
         raise LaunchError(
             "the DeepSpeed config sets pipeline.activation_checkpoint_interval, but the plan says which stages "
             "recompute; delete it and list the stages under 'recompute' in the plan"
-        )
-
-
-def _check_micro_batches(config: DeepSpeedConfig, model: PlannedPipelineModule) -> None:
-    planned = model.runnable.plan.num_micro_batches
-    if config.gradient_accumulation_steps != planned:
-        raise LaunchError(
-            f"the DeepSpeed config runs {config.gradient_accumulation_steps} micro-batches a batch "
-            f"(gradient_accumulation_steps), but the plan is for {planned}; set gradient_accumulation_steps to "
-            f"{planned} and train_batch_size to match, or optimize again with --micro-batches"
         )

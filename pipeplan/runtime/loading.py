@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeplan.cluster import Cluster
 from pipeplan.plan.folder import PROGRAM_FILE, load_plan
 from pipeplan.plan.types import Plan, QueueModel
+from pipeplan.profile.types import Profile
 from pipeplan.program.file import read_program
 from pipeplan.program.types import Program
 from pipeplan.program.verify import VerifiedProgram, verify, verify_plan
@@ -23,11 +25,15 @@ class RunnablePlan:
         num_replicas: Data-parallel replicas of the plan's cluster; ``None`` takes what the launch gives.
         layer_names: Names of the profiled layers, to compare with the model that the script builds;
             ``None`` where they aren't known.
+        profile, cluster: What the plan was made for, needed to derive its order for another number of micro-batches;
+            ``None`` where they aren't known.
     """
 
     verified: VerifiedProgram
     num_replicas: int | None = None
     layer_names: tuple[str, ...] | None = None
+    profile: Profile | None = None
+    cluster: Cluster | None = None
 
     @property
     def plan(self) -> Plan:
@@ -56,4 +62,6 @@ def load_runnable_plan(folder: Path) -> RunnablePlan:
         verified=verified,
         num_replicas=loaded.cluster.num_replicas,
         layer_names=tuple(layer.name for layer in loaded.profile.layers),
+        profile=loaded.profile,
+        cluster=loaded.cluster,
     )

@@ -14,13 +14,14 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeplan.errors import LaunchError, ModelError
 from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime.loading import RunnablePlan
+from pipeplan.runtime.recompute import recompute
 from pipeplan.runtime.startup import load_same_plan
 from pipeplan.runtime.tied import TiedWeights, find_tied_keys, get_parameter, share_parameter
+from pipeplan.runtime.weighting import MICRO_BATCHES, LossReduction, counter_of
 
 _SEED_STRIDE = 1_000_003  # keeps the seeds of layers apart for neighbouring seeds of the script
 
@@ -37,6 +38,11 @@ class PlannedPipelineModule(PipelineModule):
         loss_fn: ``loss_fn(outputs, labels)``; without it the last layer returns the loss.
         num_stages: Pipeline ranks; only checked against the plan.
         seed_layers: Seed every layer's forward by micro-batch and layer, so that dropout doesn't depend on the plan.
+        dynamic_shapes: Whether micro-batches may differ in shape (sequence length). The structure of a boundary then
+            travels with every message; otherwise the first boundary that differs is refused.
+        loss_reduction: ``"micro-batches"``, the mean of the micro-batches' means, as DeepSpeed; ``"tokens"``, weighted
+            by their labels other than -100; or a function from labels to the count that weighs them.
+        reentrant_recompute: Recompute with torch's reentrant checkpoints.
 
     Raises:
         LaunchError: The ranks hold different plans, or the plan doesn't fit the world.
@@ -53,6 +59,9 @@ class PlannedPipelineModule(PipelineModule):
         seed_layers: bool = False,
         seed_fn: Callable[[int], None] | None = None,
         base_seed: int = 1234,
+        dynamic_shapes: bool = False,
+        loss_reduction: LossReduction = MICRO_BATCHES,
+        reentrant_recompute: bool = False,
         **others: Any,
     ) -> None:
         if others:
@@ -73,6 +82,9 @@ class PlannedPipelineModule(PipelineModule):
         partition = runnable.plan.partition
         self.layer_indices_by_stage = [partition.layers(stage) for stage in range(partition.num_stages)]
         self._is_loading = False
+        self.dynamic_shapes = dynamic_shapes
+        self.count_labels = counter_of(loss_reduction)
+        self.reentrant_recompute = reentrant_recompute
         super().__init__(
             layers,
             topology=PipeDataParallelTopology(
@@ -110,11 +122,14 @@ class PlannedPipelineModule(PipelineModule):
         """
         # What DeepSpeed's forward() counts up to, call by call; by micro-batch it is the same in any order.
         self.micro_offset = batch + micro_batch + 1
-        recompute = stage in self.recomputed_stages and torch.is_grad_enabled()
+        recomputes = stage in self.recomputed_stages and torch.is_grad_enabled()
         for index, layer in zip(self.layer_indices_by_stage[stage], self.functions_by_stage[stage], strict=True):
             if self.seed_layers:
                 layer = partial(self._run_seeded, layer, index, self.micro_offset)
-            boundary = checkpoint(layer, boundary, use_reentrant=False) if recompute else layer(boundary)
+            if recomputes:
+                boundary = recompute(layer, boundary, is_reentrant=self.reentrant_recompute)
+            else:
+                boundary = layer(boundary)
         return boundary
 
     def _run_seeded(self, layer: Callable[[Any], Any], index: int, micro_offset: int, boundary: Any) -> Any:

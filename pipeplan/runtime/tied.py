@@ -83,15 +83,15 @@ class TiedWeights:
         self.weights = tuple(weights)
         self.ranks = tuple(ranks)
         self.source = source
-        self._group = group
+        self.group = group
 
     def broadcast(self) -> None:
         """Take the weights of the first layer's owner; collective over the owners."""
         for weight in self.weights:
-            dist.broadcast(weight.data, src=self.source, group=self._group)
+            dist.broadcast(weight.data, src=self.source, group=self.group)
 
     def sum_gradients(self, gradient_of: Callable[[nn.Parameter], Any]) -> None:
         """Sum the gradients over the owners; collective over the owners."""
         for weight in self.weights:
             if weight.requires_grad:
-                dist.all_reduce(gradient_of(weight), group=self._group)
+                dist.all_reduce(gradient_of(weight), group=self.group)

@@ -67,7 +67,7 @@ def _plan(placement: Placement, order: Order, num_micro_batches: int) -> Plan:
 @settings(deadline=None)
 @given(planned(), st.integers(1, 12))
 def test_any_number_of_micro_batches_verifies(given: tuple, num_micro_batches: int) -> None:
-    """Whatever the plan and the number, the order carried over runs every op once, finishes, and fits as the plan does."""
+    """Whatever the plan and the number, the order carried over runs every op once, finishes, and fits like it."""
     plan, profile, cluster = given
     resized = resize_plan(plan, num_micro_batches, profile, cluster)
     assert resized.num_micro_batches == num_micro_batches

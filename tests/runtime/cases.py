@@ -37,6 +37,10 @@ class Training:
         is_seeded: Whether every layer's forward is seeded by micro-batch and layer (dropout).
         evaluations: Numbers of micro-batches to evaluate before a step.
         form: "sources" of pipeplan.model, or "deepspeed" for modules, LayerSpec, TiedLayerSpec and a data set.
+        data: What ``toy.micro_batch`` yields.
+        configured: Micro-batches a batch as the DeepSpeed config says; as planned if not given.
+        counts_by_step: Micro-batches a batch from a step on, set while training.
+        module: Further arguments of the module.
         config: Further keys of the DeepSpeed config.
     """
 
@@ -51,6 +55,10 @@ class Training:
     is_seeded: bool = False
     evaluations: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     form: str = "sources"
+    data: str = "plain"
+    configured: int | None = None
+    counts_by_step: Mapping[int, int] = field(default_factory=dict)
+    module: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def to_worker(self, folder: Path) -> dict[str, Any]:
@@ -60,14 +68,26 @@ class Training:
             "name": self.name,
             "model": self.model,
             "folder": str(self.write(folder / self.name)),
-            "num_micro_batches": self.num_micro_batches,
+            "num_micro_batches": self.configured or self.num_micro_batches,
             "num_steps": NUM_STEPS,
             "max_norm": self.max_norm,
             "is_seeded": self.is_seeded,
             "evaluations": {str(step): list(counts) for step, counts in self.evaluations.items()},
             "form": self.form,
+            "data": self.data,
+            "counts_by_step": {str(step): count for step, count in self.counts_by_step.items()},
+            "module": dict(self.module),
             "config": dict(self.config),
         }
+
+    @property
+    def all_counts_by_step(self) -> dict[int, int]:
+        """Micro-batches of every step."""
+        count = self.configured or self.num_micro_batches
+        counts = {}
+        for step in range(NUM_STEPS):
+            count = counts[step] = self.counts_by_step.get(step, count)
+        return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +240,58 @@ TRAINING: tuple[Training, ...] = (
     ordered("recomputed-2", 2, looped_placement(2, 2), interleaved_one_f_one_b(2, 2, 4), recomputed_stages=(0, 2)),
     ordered("recomputed-split-2", 2, looped_placement(2, 1), zb_h1(2, 4), recomputed_stages=(0, 1)),
     random_case("dropout-2", 2, "1,0,0,1", 4, seed=6, model="dropout", is_seeded=True, recomputed_stages=(1,)),
+    random_case(
+        "dropout-reentrant-2",
+        2,
+        "1,0,0,1",
+        4,
+        seed=6,
+        model="dropout",
+        is_seeded=True,
+        recomputed_stages=(0, 1, 3),
+        module={"reentrant_recompute": True},
+    ),
+    ordered(
+        "recomputed-split-reentrant-2",
+        2,
+        looped_placement(2, 1),
+        zb_h1(2, 4),
+        recomputed_stages=(0, 1),
+        module={"reentrant_recompute": True},
+    ),
     ordered("evaluated-2", 2, folded_placement(2, 2), zb_v(2, 8), evaluations={0: (2,), 1: (5, 1)}),
+    # another number of micro-batches than planned
+    ordered("more-in-the-config-2", 2, folded_placement(2, 2), zb_v(2, 4), configured=6),
+    random_case("changing-2", 2, "1,0,0,1,0", 4, seed=8, counts_by_step={1: 7, 2: 3}),
+    # shapes that differ between micro-batches, padded labels
+    random_case("lengths-2", 2, "1,0,0,1", 3, seed=9, data="lengths", module={"dynamic_shapes": True}),
+    ordered(
+        "lengths-4",
+        4,
+        looped_placement(4, 1),
+        zb_h1(4, 6),
+        model="mixed",
+        data="lengths",
+        module={"dynamic_shapes": True},
+    ),
+    ordered("padded-2", 2, looped_placement(2, 1), one_f_one_b(2, 4), data="padded"),
+    ordered(
+        "padded-by-tokens-2",
+        2,
+        folded_placement(2, 2),
+        zb_v(2, 4),
+        data="padded",
+        module={"loss_reduction": "tokens"},
+    ),
+    ordered(
+        "padded-by-tokens-replicas-4",
+        4,
+        looped_placement(2, 1),
+        zb_h1(2, 4),
+        num_replicas=2,
+        data="padded",
+        module={"loss_reduction": "tokens"},
+    ),
     # replicas, ZeRO-1, bf16
     ordered("replicas-4", 4, looped_placement(2, 1), zb_h1(2, 4), model="tied", num_replicas=2),
     ordered(
@@ -291,15 +362,6 @@ REFUSALS: tuple[Refusal, ...] = (
         order=one_f_one_b(2, 4),
         model="scaled",
         planned_model="mixed",
-    ),
-    Refusal(
-        name="other-micro-batches-in-the-config",
-        num_processes=2,
-        error="LaunchError",
-        says=("6 micro-batches", "for 4", "gradient_accumulation_steps"),
-        placement=looped_placement(2, 1),
-        order=one_f_one_b(2, 4),
-        num_micro_batches=6,
     ),
     Refusal(
         name="config-of-another-plan",

@@ -177,9 +177,10 @@ def cpu_environment() -> dict[str, str]:
     }
 
 
-def result_of(folder: Path, name: str, num_processes: int) -> list[dict[str, Any]]:
-    """Return what every rank saved for a case."""
-    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(num_processes)]
+def result_of(folder: Path, name: str, num_processes: int, ranks: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Return what every rank saved for a case, or the given ranks."""
+    chosen = range(num_processes) if ranks is None else ranks
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in chosen]
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from pipeplan.model.types import LayerSource
 VOCABULARY = 31
 WIDTH = 16
 LENGTH = 12
+LENGTHS = (16, 24, 16)
 SAMPLES = 2
 AUXILIARY_WEIGHT = 0.02
 LEARNING_RATE = 0.05
@@ -219,11 +220,22 @@ def loss_function(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + AUXILIARY_WEIGHT * auxiliary
 
 
-def micro_batch(index: int, replica: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (inputs, labels) of a global micro-batch."""
+def micro_batch(index: int, replica: int = 0, data: str = "plain") -> tuple[Tensor, Tensor]:
+    """Return (inputs, labels) of a global micro-batch.
+
+    Args:
+        data: "plain"; "lengths", where sequences are 16, 24, 16, 16, 24, ... long; or "padded", where micro-batches
+            differ in how many labels count, down to one.
+    """
     generator = torch.Generator().manual_seed(1000 * replica + index)
-    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:].contiguous()
+    length = LENGTHS[index % len(LENGTHS)] if data == "lengths" else LENGTH
+    tokens = torch.randint(VOCABULARY, (SAMPLES, length + 1), generator=generator)
+    labels = tokens[:, 1:].contiguous()
+    if data == "padded":
+        num_padded = (5 * index + 3 * replica) % length + 1
+        labels[:, length - num_padded :] = -100
+        labels[0, 0] = 1  # a mean over nothing is no number
+    return tokens[:, :-1], labels
 
 
 def _build(kind: type[nn.Module], index: int) -> nn.Module:
@@ -283,6 +295,9 @@ def train_in_one_process(
     max_norm: float = 1e9,
     is_bf16: bool = False,
     is_seeded: bool = False,
+    data: str = "plain",
+    by_tokens: bool = False,
+    counts_by_step: Mapping[int, int] | None = None,
     evaluations: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Train the layers in a row with SGD and momentum.
@@ -290,11 +305,14 @@ def train_in_one_process(
     Args:
         is_bf16: Run the layers in bf16; keep the weights and sum the gradients in fp32, those of tied weights too.
         is_seeded: Seed before each layer by micro-batch and layer, the way DeepSpeed's ``seed_layers`` counts.
+        data: As ``micro_batch`` takes it.
+        by_tokens: Divide the sum over all labels that count by their number, instead of averaging means.
+        counts_by_step: Numbers of micro-batches of steps that have another one.
         evaluations: Numbers of micro-batches to evaluate before a step.
 
     Returns:
-        ``losses`` and ``norms`` by step, ``evaluations``, ``gradients`` of the first step and final ``weights``
-        by "LAYER.NAME".
+        ``losses`` and ``norms`` by step, ``evaluations`` and the ``logits`` of each, ``gradients`` of the first step,
+        and final ``weights`` by "LAYER.NAME".
     """
     layers = build_all(model)
     if is_bf16:  # DeepSpeed takes its fp32 weights from the model that it has already cast
@@ -304,19 +322,26 @@ def train_in_one_process(
     run_with = {f"{i}.{name}": p for i, layer in enumerate(running) for name, p in layer.named_parameters()}
     parameters = list({id(p): p for p in masters.values()}.values())
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}, "evaluations": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}, "evaluations": [], "logits": []}
+    first = 0
     for step in range(num_steps):
         for count in (evaluations or {}).get(step, ()):
-            result["evaluations"].append(_evaluate(running, count))
+            mean, logits = _evaluate(running, count)
+            result["evaluations"].append(mean)
+            result["logits"].append(logits)
         total = 0.0
-        for replica, number in itertools.product(range(num_replicas), range(num_micro_batches)):
-            index = step * num_micro_batches + number
-            inputs, labels = micro_batch(index, replica)
+        count = (counts_by_step or {}).get(step, num_micro_batches)
+        numbered = list(itertools.product(range(num_replicas), range(first, first + count)))
+        num_labels = sum(int((micro_batch(index, replica, data)[1] != -100).sum()) for replica, index in numbered)
+        for replica, index in numbered:
+            inputs, labels = micro_batch(index, replica, data)
             loss = loss_function(run(running, inputs, BASE_SEED * (index + 2) if is_seeded else None), labels)
-            (loss / num_micro_batches).backward()
-            total += loss.item() / (num_micro_batches * num_replicas)
+            share = int((labels != -100).sum()) / num_labels if by_tokens else 1 / len(numbered)
+            (loss * share * num_replicas).backward()  # divided below, where replicas are averaged
+            total += loss.item() * share
             if is_bf16:
                 _move_gradients(run_with, masters)
+        first += count
         for parameter in parameters:
             parameter.grad /= num_replicas
         result["losses"].append(total)
@@ -341,11 +366,13 @@ def _move_gradients(run_with: Mapping[str, nn.Parameter], masters: Mapping[str, 
         parameter.grad = None
 
 
-def _evaluate(layers: Sequence[nn.Module], num_micro_batches: int) -> float:
-    """Return the mean loss of the evaluated micro-batches."""
-    losses = []
+def _evaluate(layers: Sequence[nn.Module], num_micro_batches: int) -> tuple[float, list[Tensor]]:
+    """Return the mean loss of the evaluated micro-batches, and their logits."""
+    losses, logits = [], []
     with torch.no_grad():
         for number in range(num_micro_batches):
             inputs, labels = micro_batch(FIRST_EVALUATED + number)
-            losses.append(loss_function(run(layers, inputs), labels).item())
-    return sum(losses) / len(losses)
+            outputs = run(layers, inputs)
+            losses.append(loss_function(outputs, labels).item())
+            logits.append(outputs[0])
+    return sum(losses) / len(losses), logits

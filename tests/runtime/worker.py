@@ -27,10 +27,10 @@ NO_CLIPPING = 1e9  # as in the list of cases
 CASE_LIMIT_S = 150  # a case that hangs shows where, and ends the launch
 
 
-def batches(first: int, replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(first: int, replica: int, data: str = "plain") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield micro-batches from ``first`` on."""
     while True:
-        yield toy.micro_batch(first, replica)
+        yield toy.micro_batch(first, replica, data)
         first += 1
 
 
@@ -82,6 +82,7 @@ def planned_engine(case: dict[str, Any]) -> Any:
         seed_layers=case.get("is_seeded", False),
         seed_fn=torch.manual_seed,
         base_seed=toy.BASE_SEED,
+        **case.get("module", {}),
     )
     if case.get("form") == "deepspeed":  # specs build with weights of their own
         reference = toy.build_all(case["model"])
@@ -114,7 +115,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train some steps; return what the reference returns, for this rank's layers."""
     engine = planned_engine(case)
     named = named_parameters(engine)
-    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}, "evaluations": []}
+    result: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "gradients": {},
+        "evaluations": [],
+        "logits": [],
+        "unshared": [],
+    }
 
     def keep_gradients(*_: Any) -> None:
         if not result["gradients"]:
@@ -122,11 +130,20 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
     if not engine.zero_optimization() and case["max_norm"] == NO_CLIPPING:  # otherwise they are elsewhere, or clipped
         engine.optimizer.register_step_pre_hook(keep_gradients)
-    data = None if case["form"] == "deepspeed" else batches(0, engine.grid.data_parallel_id)
+    data = None if case["form"] == "deepspeed" else batches(0, engine.grid.data_parallel_id, case["data"])
     for step in range(case["num_steps"]):
         for count in case["evaluations"].get(str(step), []):
-            data_of_evaluation = batches(toy.FIRST_EVALUATED, 0)
-            result["evaluations"].append(float(engine.eval_batch(data_of_evaluation, num_micro_batches=count)))
+            mean, outputs = engine.eval_batch(
+                batches(toy.FIRST_EVALUATED, 0), num_micro_batches=count, return_logits=True
+            )
+            result["evaluations"].append(float(mean))
+            result["logits"].append(None if outputs is None else [logits for logits, _ in outputs])
+            result["unshared"].append(
+                engine.eval_batch(batches(toy.FIRST_EVALUATED, 0), num_micro_batches=count, bcast_loss=False)
+            )
+        if str(step) in case["counts_by_step"]:
+            count = case["counts_by_step"][str(step)]
+            engine.set_train_batch_size(count * toy.SAMPLES * engine.grid.data_parallel_size)
         result["losses"].append(float(engine.train_batch(data_iter=data)))
         result["norms"].append(float(engine.get_global_grad_norm()))
     result["weights"] = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -140,7 +157,7 @@ def trace(case: dict[str, Any]) -> dict[str, Any]:
     if skew_ns:
         engine.recorder.clock = lambda: time.perf_counter_ns() + skew_ns
         runtime_trace.host_identity = lambda: f"host-{dist.get_rank()}"
-    data = None if case["form"] == "deepspeed" else batches(0, engine.grid.data_parallel_id)
+    data = batches(0, engine.grid.data_parallel_id)
     messages = []
     try:
         engine.trace()
