@@ -105,7 +105,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> tuple[flo
         model, micro_batch_size=1, sequence_length=arguments.sequence_length, device_name=DEVICE, budget=budget
     )
     cluster = equal_ranks(1, DEVICE)
-    plan = one_rank_plan(profile, 8, has_halves=False)
+    plan = one_rank_plan(profile, 4, has_halves=False)
     timed = Training(model, plan, profile, cluster, folder / name / "timed")
     mixed = Training(model, one_rank_plan(profile, 4, has_halves=True), profile, cluster, folder / name / "calibration")
     step_ms, traces = [], []
@@ -125,7 +125,7 @@ def main() -> int:
     """Print one table; the exit status says whether every model is within the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--sequence-length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=15, help="timed batches of each model; the median counts")
     parser.add_argument("--seconds", type=float, default=20.0, help="to profile each model")
     arguments = parser.parse_args()
