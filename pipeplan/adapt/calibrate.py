@@ -28,7 +28,7 @@ from pipeplan.simulate import simulate
 FloatArray = NDArray[np.float64]
 
 # How far a profile may be off as a whole, before the rest counts as overhead of the host.
-_SCALE_SPREAD_BY_SOURCE = {"measured": 0.02, "estimated": 0.3}
+_SCALE_SPREAD_BY_SOURCE = {"measured": 0.01, "estimated": 0.3}
 _OVERHEAD_SPREAD_NS = 1_000_000.0
 _NOISE_SHARE = 0.005  # of an op's time, below which differences are taken for noise
 _NOISE_NS = 10_000.0
