@@ -31,7 +31,7 @@ def resume(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(case: dict[str, Any]) -> dict[str, Any]:
-    """Try to load; return the message, and whether the weights stayed as they were."""
+    """Try to load; return the message, the weights, and whether they stayed as they were."""
     engine = worker.planned_engine(case)
     before = [parameter.detach().clone() for parameter in engine.module.parameters()]
     message = ""
@@ -43,7 +43,19 @@ def refuse(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "message": message,
         "is_unchanged": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
+        "weights": {name: value.detach().clone() for name, value in worker.named_parameters(engine).items()},
+        "steps": engine.global_steps,
     }
+
+
+def fail_to_save(case: dict[str, Any]) -> dict[str, Any]:
+    """Try to save; return the message."""
+    engine = worker.planned_engine(case)
+    try:
+        engine.save_checkpoint(case["save"])
+    except PipeplanError as error:
+        return {"message": str(error)}
+    return {"message": ""}
 
 
 def read_with_deepspeed(case: dict[str, Any]) -> dict[str, Any]:
@@ -68,4 +80,11 @@ def read_with_deepspeed(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    worker.main({"resume": resume, "refuse": refuse, "read-with-deepspeed": read_with_deepspeed})
+    worker.main(
+        {
+            "resume": resume,
+            "refuse": refuse,
+            "fail-to-save": fail_to_save,
+            "read-with-deepspeed": read_with_deepspeed,
+        }
+    )

@@ -40,6 +40,8 @@ MODEL = "tied"
 NUM_MICRO_BATCHES = 4
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
+WITH_ADAMW = {"optimizer": ADAMW}
+BF16_ADAMW = {**BF16, **WITH_ADAMW, "scheduler": SCHEDULER}
 MOVES = ("sgd", "adamw", "bf16", "zero")
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -106,110 +108,143 @@ class Launches:
         return launching.result_of(self.folder, name, num_processes)
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    """Save on 2 ranks; load on 4 and train on; load on 2 what 4 ranks saved."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    single = Single(adamw)
-    single.train(0, 3)
-    write_checkpoint(single.checkpoint(3), folder / "single")
+@dataclass(frozen=True)
+class Setting:
+    """Where the launches work, the plans that they run, and the configs."""
 
-    interleaved = write_folder(
-        folder / "plan-interleaved", MODEL, looped_placement(2, 2), interleaved_one_f_one_b(2, 2, NUM_MICRO_BATCHES)
-    )
-    halves = write_folder(folder / "plan-zb-h1", MODEL, looped_placement(2, 1), zb_h1(2, NUM_MICRO_BATCHES))
-    placement = Placement.parse("1,0,1,0,0")
-    scattered = write_folder(
-        folder / "plan-scattered", MODEL, placement, random_order(placement, NUM_MICRO_BATCHES, seed=8)
-    )
-    v_on_4 = write_folder(folder / "plan-v", MODEL, folded_placement(4, 2), zb_v(4, NUM_MICRO_BATCHES))
-    replicated = write_folder(
-        folder / "plan-replicated", MODEL, looped_placement(2, 1), one_f_one_b(2, NUM_MICRO_BATCHES), num_replicas=2
-    )
+    folder: Path
 
-    def case(name: str, plan: Path, config: Mapping[str, Any], num_steps: int, load: str | None = None) -> Any:
-        loads = {} if load is None else {"load": str(folder / load)}
+    def plan(self, name: str, *described: Any, **options: Any) -> Path:
+        """Return the folder of a plan, written on first use."""
+        folder = self.folder / f"plan-{name}"
+        return folder if folder.is_dir() else write_folder(folder, MODEL, *described, **options)
+
+    @property
+    def interleaved(self) -> Path:
+        """2 ranks, 4 stages in a loop."""
+        order = interleaved_one_f_one_b(2, 2, NUM_MICRO_BATCHES)
+        return self.plan("interleaved", looped_placement(2, 2), order)
+
+    @property
+    def halves(self) -> Path:
+        """2 ranks, with deferred weight gradients."""
+        return self.plan("halves", looped_placement(2, 1), zb_h1(2, NUM_MICRO_BATCHES))
+
+    @property
+    def scattered(self) -> Path:
+        """2 ranks, 5 stages anywhere, in any order."""
+        placement = Placement.parse("1,0,1,0,0")
+        return self.plan("scattered", placement, random_order(placement, NUM_MICRO_BATCHES, seed=8))
+
+    @property
+    def v_on_4(self) -> Path:
+        """4 ranks, 8 stages in a V, with deferred weight gradients."""
+        return self.plan("v", folded_placement(4, 2), zb_v(4, NUM_MICRO_BATCHES))
+
+    @property
+    def replicated(self) -> Path:
+        """2 replicas of 2 ranks."""
+        return self.plan("replicated", looped_placement(2, 1), one_f_one_b(2, NUM_MICRO_BATCHES), num_replicas=2)
+
+    def case(self, name: str, plan: Path, config: Mapping[str, Any], num_steps: int, load: str | None = None) -> Any:
+        """Return a case that loads, trains and saves."""
         return {
+            **self.common(plan, config),
             "kind": "resume",
             "name": name,
+            "num_steps": num_steps,
+            "save": str(self.folder / name),
+            **({} if load is None else {"load": str(self.folder / load)}),
+        }
+
+    def common(self, plan: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every case has."""
+        return {
             "model": MODEL,
             "folder": str(plan),
             "num_micro_batches": NUM_MICRO_BATCHES,
             "max_norm": NO_CLIPPING,
             "config": dict(config),
-            "num_steps": num_steps,
-            "save": str(folder / name),
-            **loads,
         }
 
-    with_adamw = {"optimizer": ADAMW}
-    bf16 = {**BF16, "optimizer": ADAMW, "scheduler": SCHEDULER}
-    launching.launch(
+    def refused(self, name: str, load: str, kind: str = "refuse", **options: Any) -> dict[str, Any]:
+        """Return a case that must not load, or only weights."""
+        path = str(self.folder / load)
+        common = self.common(self.v_on_4, WITH_ADAMW)
+        return {**common, "kind": kind, "name": name, "load": path, "save": path, "options": options}
+
+    def launch(self, num_processes: int, cases: Sequence[dict[str, Any]]) -> Launches:
+        """Run the cases."""
+        launching.launch(num_processes, cases, self.folder, script="checkpoint_worker.py")
+        return Launches(self.folder)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """One folder for all launches."""
+    return Setting(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def saved(setting: Setting) -> Launches:
+    """Save on 2 ranks, and go on there from one process."""
+    single = Single(adamw)
+    single.train(0, 3)
+    write_checkpoint(single.checkpoint(3), setting.folder / "single")
+    return setting.launch(
         2,
         [
-            case("sgd", interleaved, {}, 3),
-            case("adamw", halves, with_adamw, 3),
-            case("bf16", interleaved, bf16, 3),
-            case("zero", scattered, {**ZERO_1, **with_adamw}, 3),
-            case("single-on-2", interleaved, with_adamw, 2, "single"),
+            setting.case("sgd", setting.interleaved, {}, 3),
+            setting.case("adamw", setting.halves, WITH_ADAMW, 3),
+            setting.case("bf16", setting.interleaved, BF16_ADAMW, 3),
+            setting.case("zero", setting.scattered, {**ZERO_1, **WITH_ADAMW}, 3),
+            setting.case("single-on-2", setting.interleaved, WITH_ADAMW, 2, "single"),
             {
+                **setting.common(setting.interleaved, {}),
                 "kind": "read-with-deepspeed",
                 "name": "stock",
-                "model": MODEL,
                 "num_stages": 2,
-                "num_micro_batches": NUM_MICRO_BATCHES,
-                "load": str(folder / "sgd"),
-                "save": str(folder / "stock"),
+                "load": str(setting.folder / "sgd"),
+                "save": str(setting.folder / "stock"),
             },
         ],
-        folder,
-        script="checkpoint_worker.py",
     )
+
+
+@pytest.fixture(scope="module")
+def moved(setting: Setting, saved: Launches) -> Launches:
+    """Load on 4 ranks what 2 ranks saved, and go on; try to load what doesn't fit."""
     for name in ("truncated", "incomplete"):
-        shutil.copytree(folder / "adamw", folder / name)
-    damaged = folder / "truncated" / "global_step3" / "layer_04-optimizer_states.safetensors"
+        shutil.copytree(setting.folder / "adamw", setting.folder / name)
+    damaged = setting.folder / "truncated" / "global_step3" / "layer_04-optimizer_states.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-10])
-    (folder / "incomplete" / "global_step3" / "layer_07-model_states.pt").unlink()
-    refused = {"kind": "refuse", "config": with_adamw, "num_micro_batches": NUM_MICRO_BATCHES}
-    launching.launch(
+    (setting.folder / "incomplete" / "global_step3" / "layer_07-model_states.pt").unlink()
+    (setting.folder / "full").write_text("")  # no folder can be made in a file
+    return setting.launch(
         4,
         [
-            case("sgd-on-4", v_on_4, {}, 2, "sgd"),
-            case("adamw-on-4", replicated, {**ZERO_1, **with_adamw}, 2, "adamw"),
-            case("bf16-on-4", replicated, bf16, 0, "bf16"),
-            case("zero-on-4", v_on_4, with_adamw, 2, "zero"),
-            *(
-                {
-                    **refused,
-                    "name": f"refused-{name}",
-                    "model": MODEL,
-                    "folder": str(v_on_4),
-                    "load": str(folder / name),
-                }
-                for name in ("sgd", "truncated", "incomplete", "missing")
-            ),
-            {
-                **refused,
-                "name": "weights-of-deepspeed",
-                "model": MODEL,
-                "folder": str(v_on_4),
-                "load": str(folder / "stock"),
-                "options": {"tag": "stock", "load_module_only": True},
-            },
+            setting.case("sgd-on-4", setting.v_on_4, {}, 2, "sgd"),
+            setting.case("adamw-on-4", setting.replicated, {**ZERO_1, **WITH_ADAMW}, 2, "adamw"),
+            setting.case("bf16-on-4", setting.replicated, BF16_ADAMW, 0, "bf16"),
+            setting.case("zero-on-4", setting.v_on_4, WITH_ADAMW, 2, "zero"),
+            *(setting.refused(f"refused-{name}", name) for name in ("sgd", "truncated", "incomplete", "missing")),
+            setting.refused("weights-of-deepspeed", "stock", tag="stock", load_module_only=True),
+            setting.refused("weights-of-sgd", "sgd", load_module_only=True),
+            setting.refused("disk", "full", "fail-to-save"),
         ],
-        folder,
-        script="checkpoint_worker.py",
     )
-    launching.launch(
+
+
+@pytest.fixture(scope="module")
+def returned(setting: Setting, moved: Launches) -> Launches:
+    """Load on 2 ranks what 4 ranks, 2 of them replicas, saved."""
+    return setting.launch(
         2,
         [
-            case("bf16-back-on-2", halves, bf16, 0, "bf16-on-4"),
-            case("adamw-back-on-2", scattered, with_adamw, 0, "adamw-on-4"),
+            setting.case("bf16-on-2", setting.halves, BF16_ADAMW, 0, "bf16-on-4"),
+            setting.case("adamw-on-2", setting.scattered, WITH_ADAMW, 0, "adamw-on-4"),
         ],
-        folder,
-        script="checkpoint_worker.py",
     )
-    return Launches(folder)
 
 
 def assert_equal(found: Checkpoint, expected: Checkpoint, tolerance: float = 0.0) -> None:
@@ -244,63 +279,29 @@ def _close(found: Any, expected: torch.Tensor, tolerance: float, what: str) -> N
         assert float((found - expected).norm() / expected.norm().clamp_min(1e-12)) <= tolerance, what
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_state_is_bit_equal_after_moving(launches: Launches, name: str) -> None:
-    """What another plan, on other ranks and replicas, loads is bit for bit what was saved: it saves it again."""
-    assert_equal(launches.read(f"{name}-on-4", "loaded"), launches.read(name))
-
-
-@pytest.mark.parametrize("name", ["bf16", "adamw"])
-def test_state_is_bit_equal_on_the_way_back(launches: Launches, name: str) -> None:
-    """What 2 replicas sharded with ZeRO-1 loads unsharded on other ranks, bit for bit."""
-    assert_equal(launches.read(f"{name}-back-on-2", "loaded"), launches.read(f"{name}-on-4"))
-
-
-def test_state_of_one_process_is_bit_equal_under_a_plan(launches: Launches) -> None:
+def test_state_of_one_process_is_bit_equal_under_a_plan(saved: Launches) -> None:
     """A plan loads what one process wrote bit for bit, and goes on as that process does."""
     single = Single(adamw)
-    restore_checkpoint(launches.read("single"), single.layers, single.optimizer)
-    assert_equal(launches.read("single-on-2", "loaded"), single.checkpoint(3))
+    restore_checkpoint(saved.read("single"), single.layers, single.optimizer)
+    assert_equal(saved.read("single-on-2", "loaded"), single.checkpoint(3))
     single.train(3, 2)
-    assert_equal(launches.read("single-on-2"), single.checkpoint(5), tolerance=1e-6)
+    assert_equal(saved.read("single-on-2"), single.checkpoint(5), tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("name", "make"), [("sgd", sgd), ("adamw", adamw), ("zero", adamw)])
-def test_one_process_takes_over_from_a_plan(launches: Launches, name: str, make: Make) -> None:
+def test_one_process_takes_over_from_a_plan(saved: Launches, name: str, make: Make) -> None:
     """One process that loads a plan's checkpoint holds it bit for bit."""
     single = Single(make)
-    checkpoint = launches.read(name)
+    checkpoint = saved.read(name)
     restore_checkpoint(checkpoint, single.layers, single.optimizer)
     assert_equal(single.checkpoint(3), checkpoint)
 
 
-@pytest.mark.parametrize(("name", "make", "num_replicas"), [("sgd", sgd, 1), ("adamw", adamw, 2), ("zero", adamw, 1)])
-def test_training_goes_on_as_in_one_process(launches: Launches, name: str, make: Make, num_replicas: int) -> None:
-    """Three steps under one plan and two under another are five steps of one process: weights and moments."""
-    single = Single(make)
-    single.train(0, 3)
-    single.train(3, 2, num_replicas)
-    assert_equal(launches.read(f"{name}-on-4"), single.checkpoint(5), tolerance=2e-6)
-
-
-def test_progress_and_the_scripts_own_state_come_back(launches: Launches) -> None:
-    """Every rank continues at the saved step with the script's own state, and the scheduler where it was."""
-    for name in MOVES:
-        for result in launches.results(f"{name}-on-4", 4):
-            assert result["steps"] == 3
-            assert result["client_state"] == {"from": name}
-    scheduled = launches.read("bf16-on-4", "loaded")
-    assert scheduled.lr_scheduler == launches.read("bf16").lr_scheduler
-    assert scheduled.lr_scheduler is not None
-    assert scheduled.outline.groups == launches.read("bf16").outline.groups
-    assert scheduled.outline.groups[0]["lr"] != ADAMW["params"]["lr"]  # the scheduler has moved it
-
-
-def test_deepspeed_reads_the_layer_files(launches: Launches) -> None:
+def test_deepspeed_reads_the_layer_files(saved: Launches) -> None:
     """A stock ``PipelineModule``, cut otherwise, loads the weights through DeepSpeed's own ``load_checkpoint``."""
-    expected = launches.read("sgd")
+    expected = saved.read("sgd")
     seen: dict[str, torch.Tensor] = {}
-    for result in launches.results("stock", 2):
+    for result in saved.results("stock", 2):
         seen |= result["weights"]
     wanted = {
         f"{index}.{name}": value for index, layer in enumerate(expected.layers) for name, value in layer.weights.items()
@@ -310,11 +311,52 @@ def test_deepspeed_reads_the_layer_files(launches: Launches) -> None:
         assert torch.equal(seen[name], value), name
 
 
-def test_weights_of_deepspeeds_own_checkpoint_load_under_a_plan(launches: Launches) -> None:
-    """A folder that DeepSpeed wrote gives its weights when only they are asked for."""
-    for result in launches.results("weights-of-deepspeed", 4):
+@pytest.mark.parametrize("name", MOVES)
+def test_state_is_bit_equal_after_moving(moved: Launches, name: str) -> None:
+    """What another plan, on other ranks and replicas, loads is bit for bit what was saved: it saves it again."""
+    assert_equal(moved.read(f"{name}-on-4", "loaded"), moved.read(name))
+
+
+@pytest.mark.parametrize(("name", "make", "num_replicas"), [("sgd", sgd, 1), ("adamw", adamw, 2), ("zero", adamw, 1)])
+def test_training_goes_on_as_in_one_process(moved: Launches, name: str, make: Make, num_replicas: int) -> None:
+    """Three steps under one plan and two under another are five steps of one process: weights and moments."""
+    single = Single(make)
+    single.train(0, 3)
+    single.train(3, 2, num_replicas)
+    assert_equal(moved.read(f"{name}-on-4"), single.checkpoint(5), tolerance=1e-6)
+
+
+def test_progress_and_the_scripts_own_state_come_back(moved: Launches) -> None:
+    """Every rank continues at the saved step with the script's own state, and the scheduler where it was."""
+    for name in MOVES:
+        for result in moved.results(f"{name}-on-4", 4):
+            assert result["steps"] == 3
+            assert result["client_state"] == {"from": name}
+    scheduled = moved.read("bf16-on-4", "loaded")
+    assert scheduled.lr_scheduler == moved.read("bf16").lr_scheduler
+    assert scheduled.lr_scheduler is not None
+    assert scheduled.outline.groups == moved.read("bf16").outline.groups
+    assert scheduled.outline.groups[0]["lr"] != ADAMW["params"]["lr"]  # the scheduler has moved it
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "sgd"])
+def test_weights_alone_load_under_a_plan(moved: Launches, name: str) -> None:
+    """A folder that DeepSpeed wrote, or another optimizer trained, gives its weights when they alone are asked for."""
+    expected = moved.read("sgd")
+    for result in moved.results(f"weights-of-{name}", 4):
         assert result["message"] == ""
-        assert not result["is_unchanged"]
+        assert result["steps"] == 0
+        for weight, value in result["weights"].items():
+            index, _, local = weight.partition(".")
+            assert torch.equal(value, expected.layers[int(index)].weights[local]), weight
+
+
+def test_what_one_rank_cannot_write_fails_on_all(moved: Launches) -> None:
+    """When the folder can't be made, every rank says so, instead of waiting for one that has raised."""
+    found = moved.results("disk", 4)
+    for result in found:
+        assert result["message"] == found[0]["message"]
+        assert "can't be made" in result["message"]
 
 
 @pytest.mark.parametrize(
@@ -325,9 +367,9 @@ def test_weights_of_deepspeeds_own_checkpoint_load_under_a_plan(launches: Launch
         ("incomplete", ("layer_07-model_states.pt is missing",)),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(launches: Launches, name: str, says: tuple[str, ...]) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(moved: Launches, name: str, says: tuple[str, ...]) -> None:
     """Every rank raises the same error, even if one alone reads the faulty file, and nothing is loaded."""
-    found = launches.results(f"refused-{name}", 4)
+    found = moved.results(f"refused-{name}", 4)
     for result in found:
         assert result["message"] == found[0]["message"]
         assert result["message"].startswith("CheckpointError: ")
@@ -336,14 +378,21 @@ def test_what_does_not_fit_is_refused_on_every_rank(launches: Launches, name: st
             assert part in result["message"]
 
 
-def test_a_folder_without_checkpoints_loads_nothing(launches: Launches) -> None:
+def test_a_folder_without_checkpoints_loads_nothing(moved: Launches) -> None:
     """As in DeepSpeed: no tag given and no file ``latest`` is no error, so that a script may always ask."""
-    for result in launches.results("refused-missing", 4):
-        assert result == {"message": "", "is_unchanged": True}
+    for result in moved.results("refused-missing", 4):
+        assert result["message"] == ""
+        assert result["is_unchanged"]
 
 
-def test_nothing_but_checkpoints_is_left(launches: Launches) -> None:
+def test_nothing_but_checkpoints_is_left(moved: Launches) -> None:
     """Neither partial nor replaced folders stay behind, and ``latest`` names the newest."""
-    folder = launches.folder / "sgd-on-4"
+    folder = moved.folder / "sgd-on-4"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step5", "latest", "loaded"]
     assert (folder / "latest").read_text() == "global_step5"
+
+
+@pytest.mark.parametrize("name", ["bf16", "adamw"])
+def test_state_is_bit_equal_on_the_way_back(returned: Launches, name: str) -> None:
+    """What 2 replicas sharded with ZeRO-1 loads unsharded on other ranks, bit for bit."""
+    assert_equal(returned.read(f"{name}-on-2", "loaded"), returned.read(f"{name}-on-4"))

@@ -138,7 +138,7 @@ def load_planned(
 def _write_own_layers(
     engine: Any, folder: Path, leaves_out_frozen: bool
 ) -> tuple[dict[int, Described], dict[str, int]]:
-    """Write this rank's share of the layers; return what every rank wrote, on every rank.
+    """Write this rank's share of the layers; return all layers and the sizes of all files, on every rank.
 
     The replicas of a pipeline rank hold the same layers and gather their parts of the optimizer state, so a rank
     that can't write goes on gathering.
@@ -163,7 +163,8 @@ def _write_own_layers(
                 whole=whole,
                 leaves_out_frozen=leaves_out_frozen,
             )
-            outlines[index] = (captured.outline, captured.settings_by_weight)
+            if replica == 0:
+                outlines[index] = (captured.outline, captured.settings_by_weight)
             if index % num_replicas == replica and error is None:
                 sizes |= write_layer(captured.state, index, folder)
         except CheckpointError as failure:  # the replicas have the same kind of optimizer, and stop here too
@@ -298,7 +299,7 @@ def _load_deepspeed(
             "the weights alone with load_module_only=True"
         )
 
-    def load() -> None:
+    def read_and_check() -> tuple[Target, Outline, dict[int, dict[str, Any]]]:
         target = _target_of(engine, is_strict=is_strict, restores_state=False)
         states = {
             layer: read_weights(layer, folder)
@@ -307,9 +308,10 @@ def _load_deepspeed(
         }
         outline = _outline_of_weights(states, target)
         check_outline(outline, target, f"checkpoint {folder}")
-        restore_layers(outline, target, lambda layer: LayerState(weights=states.get(layer, {})))
+        return target, outline, states
 
-    _agreed(load)
+    target, outline, states = _agreed(read_and_check)
+    _agreed(lambda: restore_layers(outline, target, lambda layer: LayerState(weights=states.get(layer, {}))))
     if engine.optimizer is not None:
         forget_links(engine.optimizer)
     return str(folder), {}
