@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-from pipeplan.deepspeed_config import DIGEST_KEY, refuse_unsupported
+from pipeplan.deepspeed_config import DIGEST_KEY, precision, refuse_unsupported
 from pipeplan.errors import LaunchError
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
@@ -44,8 +44,7 @@ def initialize(
         Engine, optimizer, training data loader and learning-rate scheduler, as ``deepspeed.initialize``.
 
     DeepSpeed adds up and averages over the replicas in the dtype of the weights unless the config says otherwise: in
-    bf16, set ``communication_data_type`` to ``fp32`` for results that don't depend on the number of replicas. fp16
-    trains on GPUs; on CPUs without fp16 arithmetic DeepSpeed refuses it when the engine is built.
+    bf16, set ``communication_data_type`` to ``fp32`` for results that don't depend on the number of replicas.
 
     Raises:
         LaunchError: The config asks for something that a plan can't run with, or contradicts the plan.
@@ -75,6 +74,7 @@ def initialize(
     )
     content = _load_config(args, config if config is not None else config_params)
     refuse_unsupported(content)
+    refuse_missing_arithmetic(content, get_accelerator())
     _check_against_plan(content, model)
     config_class = DeepSpeedConfig(content, model.mpu())
     deepspeed.set_optimizer_flags(config_class, model)
@@ -123,4 +123,21 @@ def _check_against_plan(config: dict[str, Any], model: PlannedPipelineModule) ->
         raise LaunchError(
             "the DeepSpeed config sets pipeline.activation_checkpoint_interval, but the plan says which stages "
             "recompute; delete it and list the stages under 'recompute' in the plan"
+        )
+
+
+def refuse_missing_arithmetic(config: dict[str, Any], accelerator: Any) -> None:
+    """Check that the device computes in the precision that the config asks for.
+
+    Raises:
+        LaunchError: It doesn't; DeepSpeed would say so only after the model is built.
+    """
+    asked = precision(config)
+    is_there = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if asked in is_there and not is_there[asked]():
+        other = "bf16" if asked == "fp16" and accelerator.is_bf16_supported() else "fp32"
+        raise LaunchError(
+            f"the DeepSpeed config trains in {asked}, which DeepSpeed can't do on this device "
+            f"({accelerator.device_name()}: no {asked} arithmetic); train on a GPU that has it, or in {other} (profile "
+            f"again with --dtype {other})"
         )

@@ -11,6 +11,7 @@ import launching
 from launching import random_order, write_folder, write_plan
 
 from pipeplan.cluster import equal_ranks
+from pipeplan.formats.torch_csv import read_torch_csv
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Order
 from pipeplan.plan.orders import (
@@ -23,6 +24,7 @@ from pipeplan.plan.orders import (
     zb_v,
 )
 from pipeplan.search.optimize import optimize
+from tests.torch_schedules import NUM_RANKS, dump, torch_schedules
 
 NUM_STEPS = 3
 NO_CLIPPING = 1e9  # the norm is computed, and nothing is clipped
@@ -184,6 +186,16 @@ def optimized(name: str, num_ranks: int, num_micro_batches: int) -> Training:
     return Training(name=name, num_processes=num_ranks, write=write, num_micro_batches=num_micro_batches)
 
 
+def imported_from_torch() -> tuple[Training, ...]:
+    """Return a case for each of torch's own schedules, taken from the CSV that torch writes of it."""
+    cases = []
+    for schedule in torch_schedules(8):
+        outline = read_torch_csv(dump(schedule), "schedule.csv")
+        name = f"torch-{type(schedule).__name__.removeprefix('Schedule').lower()}-{NUM_RANKS}"
+        cases.append(ordered(name, NUM_RANKS, outline.placement, outline.order))
+    return tuple(cases)
+
+
 ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 # DeepSpeed averages over the replicas in bf16 unless told otherwise.
 BF16 = {
@@ -315,6 +327,8 @@ TRAINING: tuple[Training, ...] = (
         is_bf16=True,
         config=BF16,
     ),
+    # the orders of torch's own schedules
+    *imported_from_torch(),
     random_case("bf16-immediate-2", 2, "1,0,0,1", 4, seed=7, is_bf16=True, config=BF16_IMMEDIATE),
 )
 
