@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeplan.model.anatomy import Anatomy, Others, layer_result, split_hidden
 from pipeplan.model.initialise import initialised_part, initialised_shell
@@ -68,10 +69,17 @@ class ForwardContext:
             return self._run(hidden, extras, extras["inputs_embeds"], training)[index]
         with torch.no_grad():
             embeds = hidden.detach()  # only its shape, type and device count
-            if type(embeds) not in (Tensor, FakeTensor):  # wrapped by a transform, which they must not outlive
+            if type(embeds) is FakeTensor and not extras:
+                # masks are made by code that looks at values, and does other things where there are none
+                with _disable_current_modes():
+                    stand_in = torch.zeros(1, dtype=hidden.dtype).expand(hidden.shape)
+                    return self.arguments(index, stand_in, extras, training=training)
+            if type(embeds) is not Tensor:  # wrapped by a transform, which they must not outlive
                 return self._run(hidden, extras, embeds, training)[index]
-            fake_mode = getattr(embeds, "fake_mode", None)  # fake tensors are of no use outside their own mode
-            key = (hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled(), fake_mode)
+            key = (
+                *(hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled()),
+                self._shell.config._attn_implementation,  # decides what masks are made of
+            )
             if extras.get("position_ids") is not None:
                 return self._run(hidden, extras, embeds, training)[index]
             mask = extras.get("attention_mask")

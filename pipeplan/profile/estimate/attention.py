@@ -28,7 +28,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window: int) -> tuple[Tensor, Tensor]:
     batch, num_heads, num_queries, _ = query.shape
-    output = query.new_empty(batch, num_queries, num_heads, value.shape[-1]).transpose(1, 2)  # as flash kernels do
+    if value.shape[-1] == query.shape[-1]:
+        output = torch.empty_like(query)  # in its layout, as flash kernels do
+    else:
+        output = query.new_empty(batch, num_queries, num_heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
 
 

@@ -145,7 +145,6 @@ def estimate_notes(
     """Return what whoever uses an estimate must know: what it rests on, how well that did, what is left out."""
     notes = [f"estimated, not measured, from {gpu.summary}" for gpu in gpus]
     notes.append(efficiency.record)
-    notes.append("single phases are less certain than layer totals; embeddings are not predicted")
     if dtype == "fp32":
         notes.append("fp32 matrix products are taken to run in TF32, at half the rate of bf16")
     if has_kernels:
