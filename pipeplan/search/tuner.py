@@ -51,6 +51,7 @@ FEWEST_STEPS = 120  # that a track should get in the first round, to be started 
 HOT, COLD = 0.006, 0.0003
 ORDER_HOT, ORDER_COLD = 0.004, 0.0001
 BOUNDARY_SHARE = 0.15
+MOST_OPS_TO_FUSE_SINGLY = 1500
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +126,7 @@ class Tuner:
             del tracks[max(3, round(len(tracks) * KEPT_SHARE)) :]
         self._search_orders(tracks)
         self._fuse()
+        self._fuse_single()
 
     def _use_short_batch(self) -> None:
         """Search with fewer micro-batches where there are many: what repeats in the middle then costs no time."""
@@ -297,6 +299,10 @@ class Tuner:
                 self._search_order(order, goal, begin, span)
             orders.sort(key=lambda order: order.scores[1])
             orders = orders[: max(1, keep // 3)]
+            if len(orders) == 1 and keep > 1 and self._fuse_single():
+                assert self.incumbent is not None
+                polished = self._order_track(self.incumbent[0])
+                orders = orders if polished is None else [polished]
             if keep == 1:
                 break
 
@@ -349,6 +355,29 @@ class Tuner:
             self._offer(candidate, evaluation)
             if not evaluation.fits:
                 self._widen_margins(evaluation)
+
+    def _fuse_single(self) -> bool:
+        """Try B for each I and its W, wherever they are; keep what makes the batch shorter. Return whether any did."""
+        if self.incumbent is None or self.incumbent[0].order.num_ops > MOST_OPS_TO_FUSE_SINGLY:
+            return False
+        improved = False
+        order = self.incumbent[0].order
+        pairs = np.unique(np.stack((order.stage, order.micro_batch))[:, order.kind == 2], axis=1).T
+        for stage, micro_batch in pairs:
+            candidate, evaluation = self.incumbent
+            order = candidate.order
+            fused = Candidate(
+                partition=candidate.partition,
+                placement=candidate.placement,
+                order=fuse_backward(order, (order.stage == stage) & (order.micro_batch == micro_batch)),
+                recomputed_stages=candidate.recomputed_stages,
+            )
+            after = self._problem.evaluate(fused)
+            self._budget.spend(order.num_ops)
+            if after is not None and after.fits and after.makespan_ns < evaluation.makespan_ns:
+                self.incumbent = (fused, after)
+                improved = True
+        return improved
 
     def _fuse(self) -> None:
         """Replace I directly followed by its W with B where that does not make the batch longer."""
