@@ -1,4 +1,10 @@
-"""What each layer costs on each device: types and file here (no torch); measuring in ``measure``."""
+"""What each layer costs on each device, and how it is found out.
+
+Types and file here need no torch. ``measure`` runs layers on this machine (``passes``, ``sampling``, ``held``,
+``routing``), ``resume`` goes on where it stopped (``kept``), ``estimate`` is for GPUs that are not here. ``merge`` puts
+profiles together, ``states`` counts what an optimizer keeps, ``confidence`` says how far to trust a measurement;
+``links`` and ``draft`` are about the cluster.
+"""
 
 from pipeplan.profile.file import profile_digest, read_profile, write_profile
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile, Recomputation

@@ -53,10 +53,10 @@ def _routing(is_skewed: bool) -> Iterator[None]:
         num_experts = scores.shape[-1]
         chosen = chosen_experts(scores.numel() // num_experts, num_experts, k, is_skewed=is_skewed)
         indices = chosen.reshape(*scores.shape[:-1], k).to(scores.device)
-        return torch.return_types.topk((scores.gather(-1, indices), indices))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
     torch.topk, Tensor.topk = topk, topk  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        torch.topk, Tensor.topk = original, original_method
+        torch.topk, Tensor.topk = original, original_method  # type: ignore[method-assign]
