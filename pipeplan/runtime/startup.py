@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from pipeplan.errors import LaunchError, PipeplanError
 from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime.loading import RunnablePlan, load_runnable_plan
+from pipeplan.runtime.shared_memory import release_shared_buffers
 
 
 def load_same_plan(plan: str | Path | VerifiedProgram | RunnablePlan) -> RunnablePlan:
@@ -34,6 +35,7 @@ def load_same_plan(plan: str | Path | VerifiedProgram | RunnablePlan) -> Runnabl
         report = {"digests": None, "error": str(error)}
     reports: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(reports, report)
+    release_shared_buffers()
     for rank, other in enumerate(reports):
         if other["error"] is not None:
             raise LaunchError(f"rank {rank} can't use the plan: {other['error']}")

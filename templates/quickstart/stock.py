@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from pipeplan.model.source import model_from_source
 from pipeplan.model.weights import load_weights
 from pipeplan.profile import read_profile
+from pipeplan.runtime.shared_memory import release_shared_buffers
 
 
 def micro_batches(
@@ -52,6 +53,7 @@ def main() -> None:
     )
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine, _, _, _ = deepspeed.initialize(args=arguments, model=module, model_parameters=parameters)
+    release_shared_buffers()
 
     data = micro_batches(arguments.data, profile.micro_batch_size, profile.sequence_length)
     losses, step_ms = [], []

@@ -141,12 +141,13 @@ def launch(
     listing = folder / "cases.json"
     listing.write_text(json.dumps(list(cases)))
     launcher = Path(sys.executable).with_name("deepspeed")
+    port = free_port()
     command = [
         str(launcher),
         "--num_gpus",
         str(num_processes),
         "--master_port",
-        str(free_port()),
+        str(port),
         str(Path(__file__).with_name(script)),
         "--cases",
         str(listing),
@@ -164,6 +165,8 @@ def launch(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert status == 0, f"exit status {status} (None: still running after {timeout_s} s)\n" + log.read_text()[-12000:]
+    left_over = list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
+    assert not left_over, "shared memory outlives the launch"
 
 
 def cpu_environment() -> dict[str, str]:
