@@ -254,24 +254,23 @@ def assert_equal(found: Checkpoint, expected: Checkpoint, tolerance: float = 0.0
     assert found.outline.progress.steps == expected.outline.progress.steps
     assert found.outline.progress.micro_batches == expected.outline.progress.micro_batches
     for index, (layer, wanted) in enumerate(zip(found.layers, expected.layers, strict=True)):
-        close = lambda one, other, what: _close(one, other, tolerance, f"{what} of layer {index}")  # noqa: B023, E731
         assert layer.weights.keys() == wanted.weights.keys()
         assert layer.optimizer.keys() == wanted.optimizer.keys()
         for name, value in wanted.weights.items():
-            close(layer.weights[name], value, name)
+            _assert_close(layer.weights[name], value, tolerance, f"{index}.{name}")
         for name, state in wanted.optimizer.items():
             entry = layer.optimizer[name]
             assert entry.numbers == state.numbers
             assert entry.tensors.keys() == state.tensors.keys()
             assert entry.tensors
             for key, value in state.tensors.items():
-                close(entry.tensors[key], value, f"{key} of {name}")
+                _assert_close(entry.tensors[key], value, 2 * tolerance, f"{key} of {index}.{name}")
             assert (entry.master is None) == (state.master is None)
             if state.master is not None:
-                close(entry.master, state.master, f"master of {name}")
+                _assert_close(entry.master, state.master, tolerance, f"master of {index}.{name}")
 
 
-def _close(found: Any, expected: torch.Tensor, tolerance: float, what: str) -> None:
+def _assert_close(found: Any, expected: torch.Tensor, tolerance: float, what: str) -> None:
     assert found.dtype == expected.dtype, what
     if tolerance == 0.0:
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), what  # -0.0 isn't 0.0
