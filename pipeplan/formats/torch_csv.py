@@ -1,6 +1,8 @@
 """torch's schedule CSV, compute only: one line a rank, one action a cell, such as ``0F0,1I0,1W0``.
 
 ``_PipelineScheduleRuntime._load_csv`` reads it and adds communication; ``_dump_csv`` writes it. The file has no layers.
+torch's runtime (2.14) runs only orders whose last stage takes the micro-batches in ascending order: it keeps their
+losses in a list.
 """
 
 from __future__ import annotations

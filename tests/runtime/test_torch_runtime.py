@@ -9,8 +9,9 @@ import launching
 import pytest
 import torch
 import torch_worker
-from launching import random_order, result_of
+from launching import result_of
 
+from pipeplan.cluster import equal_ranks
 from pipeplan.formats.torch_csv import write_torch_csv
 from pipeplan.plan.layout import Placement
 from pipeplan.plan.ops import Order
@@ -22,17 +23,20 @@ from pipeplan.plan.orders import (
     zb_h1,
     zb_v,
 )
+from pipeplan.search.optimize import optimize
 
 pytestmark = pytest.mark.launcher
 
 NUM_RANKS = 4
-_ANY = Placement((1, 0, 3, 2, 0, 1))
+_OPTIMIZED = optimize(
+    launching.profile_of("hybrid"), equal_ranks(NUM_RANKS, launching.DEVICE), num_micro_batches=8, work_limit=200_000
+).plan
 ORDERS: dict[str, tuple[Placement, Order]] = {
     "1f1b": (looped_placement(4, 1), one_f_one_b(4, 6)),
     "zb-h1": (looped_placement(4, 1), zb_h1(4, 6)),
     "interleaved": (looped_placement(4, 2), interleaved_one_f_one_b(4, 2, 8)),
     "zb-v": (folded_placement(4, 2), zb_v(4, 8)),
-    "random": (_ANY, random_order(_ANY, 5, seed=11)),
+    "optimized": (_OPTIMIZED.placement, _OPTIMIZED.order),
 }
 
 
