@@ -248,7 +248,7 @@ def returned(setting: Setting, moved: Launches) -> Launches:
 
 
 def assert_equal(found: Checkpoint, expected: Checkpoint, tolerance: float = 0.0) -> None:
-    """Check weights, moments, masters, step counts, groups and progress, layer by layer and name by name."""
+    """Check weights, moments, masters, step counts and progress, layer by layer and name by name."""
     assert found.outline.optimizer == expected.outline.optimizer
     assert found.outline.owner_by_tied == expected.outline.owner_by_tied
     assert found.outline.progress.steps == expected.outline.progress.steps
