@@ -44,7 +44,10 @@ def test_the_table_folds_equal_layers(run: Run, tmp_path: Path) -> None:
     [
         (("tiny-lama",), "no model 'tiny-lama' (did you mean 'tiny-llama'?)"),
         (("missing/config.json",), "missing/config.json does not exist"),
-        (("tiny-llama", "--device", "h100-smx"), "'h100-smx'"),
+        (("tiny-llama", "--device", "h100-smx"), "no GPU 'h100-smx' in the table (did you mean 'h100-sxm'?)"),
+        (("tiny-llama", "--device", "cpu,h100-sxm"), "cpu is measured, the others estimated"),
+        (("tiny-llama", "--device", "h100-sxm,a100-80gb", "--device-name", "x"), "can't stand for 2 GPUs"),
+        (("tiny-llama", "--device", "h100-sxm", "--efficiency", "missing.yaml"), "missing.yaml does not exist"),
         (("tiny-llama", "--optimizer", "adma"), "unknown optimizer 'adma' (did you mean 'adam'?)"),
         (("tiny-llama", "--zero-stage", "2"), "ZeRO stage 2 shards gradients"),
         (("tiny-llama", "--update"), "nothing to update"),
@@ -131,3 +134,35 @@ def test_links_measure_no_model(run: Run, tmp_path: Path) -> None:
     """A model and --links together are wrong usage, and so is neither."""
     assert run("profile", "tiny-llama", "--links", "-o", tmp_path / "x").status == 2
     assert run("profile", "-o", tmp_path / "x").status == 2
+
+
+def test_a_gpu_by_name_is_estimated(run: Run, tmp_path: Path) -> None:
+    """Two GPUs in one profile, bf16 by default; the table of each says that it is estimated and how well that does."""
+    path = tmp_path / "profile.yaml"
+    outcome = run("profile", "tiny-llama", "--device", "h100-sxm,a100-80gb", "-o", path, *SHAPE, "--quiet")
+    assert (outcome.status, outcome.err) == (0, "")
+    text = " ".join(outcome.out.split())
+    for gpu in ("h100-sxm", "a100-80gb"):
+        assert f"tiny-llama on {gpu}: estimated, micro-batch 2 x 8, bf16" in text
+    assert "figures confirmed" in text and "layer totals are off by" in text
+    profile = read_profile(path)
+    assert (profile.source, profile.devices) == ("estimated", ("a100-80gb", "h100-sxm"))
+
+
+def test_fit_efficiency_writes_a_table_that_profile_takes(run: Run, tmp_path: Path) -> None:
+    """What it can't learn from it says; an estimate is refused, since it holds nothing new."""
+    measured, table = tmp_path / "measured.yaml", tmp_path / "efficiency.yaml"
+    outcome = run("profile", "tiny-llama", "--device-name", "h100-sxm", "-o", measured, *SHAPE, "--dtype", "bf16")
+    assert outcome.status == 0, outcome.err
+    outcome = run("fit-efficiency", measured, "-o", table, "--json")
+    assert outcome.status == 0, outcome.err
+    assert "left out F of embedding in tiny-llama" in outcome.err
+    document = json.loads(outcome.out)
+    assert document["fitted_on"] == "F, I and W of tiny-llama on h100-sxm"
+    assert all(0 < share <= 1 for share in document["share_of_peak"].values())
+    estimate = tmp_path / "estimate.yaml"
+    outcome = run("profile", "tiny-llama", "--device", "h100-sxm", "--efficiency", table, "-o", estimate, *SHAPE)
+    assert outcome.status == 0, outcome.err
+    refused = run("fit-efficiency", estimate, "-o", tmp_path / "other.yaml")
+    assert refused.status == 1 and "is estimated" in refused.err
+    assert not (tmp_path / "other.yaml").exists()

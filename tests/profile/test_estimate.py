@@ -98,8 +98,7 @@ def real_bytes(layer: LayerSource, value: Any, finish: Any, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-jamba", "tiny-nemotron-h"])
 def test_activation_bytes_equal_a_real_run(name: str, dtype: str) -> None:
-    """Byte for byte, for every kind of layer: as transformers' plain torch code keeps them, and, but for layers with
-    kernels of their own, as the default counts them."""
+    """Byte for byte: as plain torch keeps them, and, where no kernel package steps in, as the default counts them."""
     model = open_model(name)
     settings = {"micro_batch_size": BATCH, "sequence_length": LENGTH, "dtype": dtype}
     plain = layer_costs(model, has_kernels=False, **settings)  # type: ignore[arg-type]
@@ -231,7 +230,7 @@ def test_a_chain_of_pointwise_ops_is_one_kernel() -> None:
 
     class Chain(nn.Module):
         def forward(self, value: Tensor) -> Tensor:
-            return torch.tanh(torch.relu(value) * 2).exp()
+            return torch.tanh(torch.relu(value) * 2) * 3
 
     cost = cost_of(Chain, lambda: torch.randn(100, 16, requires_grad=True))
     size = 100 * 16 * 2
@@ -310,7 +309,7 @@ def test_the_profile_says_what_it_rests_on_and_survives_the_file(tmp_path: Path)
     assert found.model_source == open_model("tiny-jamba").source
     notes = " ".join(found.extra["notes"])
     assert "estimated, not measured" in notes and "figures confirmed" in notes and "layer totals are off by" in notes
-    assert profile_digest(found) == profile_digest(replace(found, extra={}))
+    assert profile_digest(found) == profile_digest(replace(found, extra={**found.extra, "notes": []}))
     assert found.extra["layers"]["layers.0"]["fused_activation_bytes"] > 0
     for layer in found.layers:
         assert layer.times("h100-sxm").forward_ns <= layer.times("a100-80gb").forward_ns

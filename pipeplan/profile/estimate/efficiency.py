@@ -113,8 +113,8 @@ class Efficiency:
         return (
             f"the efficiency table was fitted on {self.fitted_on or 'unnamed profiles'}; compared with "
             f"{', '.join(dict.fromkeys(profile for profile, _ in pairs))}, layer totals are off by "
-            f"{min(totals):+.0%} to {max(totals):+.0%}, single phases by {min(errors):+.0%} to {max(errors):+.0%}; on other "
-            "models allow 25 % for layer totals, 40 % for single phases, and don't trust embeddings"
+            f"{min(totals):+.0%} to {max(totals):+.0%}, single phases by {min(errors):+.0%} to {max(errors):+.0%}; on "
+            "other models allow 25 % for layer totals, 40 % for single phases, and don't trust embeddings"
         )
 
 

@@ -82,7 +82,9 @@ def run_on_fakes(
         **kernels.by_direction,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_split_parameters=sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
-        num_expert_parameters=sum(parameter.numel() for parameter in parameters if parameter.dim() == 3),
+        num_expert_parameters=sum(
+            parameter.numel() for parameter in parameters if storage_key(parameter) in kernels.expert_weights
+        ),
         output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(final)),
         output_tensors=tuple(describe(tensor) for tensor in tensors_in(final)),
         activation_bytes=sizes.activation_bytes,
@@ -108,6 +110,7 @@ class _Counted:
     by_direction: dict[str, tuple[Kernel, ...]]
     whole_activation_bytes: int
     fused_activation_bytes: int
+    expert_weights: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,7 @@ class _Work:
                 num_bytes[key] for key in plain.saved - weights if num_bytes[key] in self.whole_sizes
             ),
             fused_activation_bytes=fused_bytes,
+            expert_weights=recorder.expert_weights,
         )
 
     def _recorded(self, recorder: OpRecorder, store: WeightGradientStore | None) -> _Recorded:

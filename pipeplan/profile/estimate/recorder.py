@@ -85,10 +85,16 @@ class Recording:
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every op that runs inside it; one recorder sees a layer from its inputs to its last gradient."""
+    """Records every op that runs inside it; one recorder sees a layer from its inputs to its last gradient.
+
+    Attributes:
+        num_bytes_by_storage: Of every storage that any op touched.
+        expert_weights: Storages of operands that hold one matrix for each group of rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.expert_weights: set[int] = set()
         self.num_bytes_by_storage: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # held, since the keys of freed storages are used again
         self._current = Recording()
@@ -128,6 +134,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work_flops = 0
         else:
             category, work_flops = work
+            if category is Category.GROUPED_GEMM:
+                self.expert_weights.update(storage_key(tensor) for tensor in inputs if tensor.dim() == 3)
         if name in _MOVING_OPS:
             reads, writes = _moved(name, reads, writes, inputs)
         self._current.records.append(Record(name, category, work_flops, reads, writes))

@@ -1,0 +1,91 @@
+"""How fast and how good estimated profiles are. Run: ``python -m tests.benchmarks.estimate``.
+
+Prints the time and memory that the whole 398 B Jamba-1.5-Large takes on h100-sxm (at most 60 s and 4 GB), the shipped
+table against the published times of Nemotron-Nano-9B-v2, and what a plan made from the estimate loses against one made
+from the published times, both judged under the published times (at most 3 %).
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipeplan.cluster import equal_ranks
+from pipeplan.model.source import open_model
+from pipeplan.profile import LayerTimes, Profile
+from pipeplan.profile.estimate.efficiency import read_efficiency
+from pipeplan.profile.estimate.gpus import read_gpus
+from pipeplan.profile.estimate.model import layer_costs
+from pipeplan.search import optimize
+from pipeplan.simulate import simulate
+from tests.profile.published import DEVICE, NANO_9B, published_profile
+
+NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 5_000_000
+
+
+def largest_model() -> None:
+    """Estimate Jamba-1.5-Large in a process of its own, as a user would."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pipeplan", "profile", "jamba-1.5-large", "--device", "h100-sxm"]
+        command += ["--sequence-length", "4096", "-q", "-o", str(Path(folder) / "profile.yaml")]
+        start_s = time.monotonic()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        wall_s = time.monotonic() - start_s
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    print(f"jamba-1.5-large on h100-sxm: {wall_s:.1f} s ({cpu_s:.1f} s of CPU), {usage.ru_maxrss / 1e6:.2f} GB")
+
+
+def published_and_estimated() -> tuple[Profile, Profile]:
+    """Return the published profile and the same with estimated times; prints both."""
+    model = open_model("nemotron-nano-9b-v2")
+    efficiency, gpu = read_efficiency(), read_gpus()[DEVICE]
+    published = published_profile(model)
+    layers = []
+    printed = set()
+    costs = layer_costs(model, micro_batch_size=1, sequence_length=4096, dtype="bf16")
+    print(f"\n{'kind':<10} {'F':>16} {'I + W':>16} {'total':>16}   published -> estimated, ms")
+    for layer, cost in zip(published.layers, costs, strict=True):
+        times = efficiency.times(cost, gpu, "bf16")
+        split_ns = times.backward_ns if times.input_gradient_ns is None else _split_ns(times)
+        layers.append(replace(layer, times_by_device={DEVICE: times}, is_splittable=cost.is_splittable))
+        expected = NANO_9B[layer.kind]
+        if layer.kind not in printed and expected.total:
+            printed.add(layer.kind)
+            found = (times.forward_ns / 1e6, split_ns / 1e6, (times.forward_ns + split_ns) / 1e6)
+            pairs = zip((expected.forward, expected.backward, expected.total), found, strict=True)
+            print(f"{layer.kind:<10} " + " ".join(f"{one:7.3f}->{two:<7.3f}" for one, two in pairs))
+            print(f"{'':<10} {found[2] / expected.total - 1:>+50.0%}")
+    return published, replace(published, layers=tuple(layers))
+
+
+def _split_ns(times: LayerTimes) -> int:
+    assert times.input_gradient_ns is not None and times.weight_gradient_ns is not None
+    return times.input_gradient_ns + times.weight_gradient_ns
+
+
+def plans(published: Profile, estimated: Profile) -> None:
+    """Plan from both, judge both under the published times."""
+    cluster = equal_ranks(NUM_RANKS, DEVICE)
+    makespans = []
+    for profile in (published, estimated):
+        plan = optimize(profile, cluster, num_micro_batches=NUM_MICRO_BATCHES, work_limit=WORK_LIMIT).plan
+        makespans.append(simulate(plan, published, cluster).makespan_ns)
+    loss = makespans[1] / makespans[0] - 1
+    print(
+        f"\nplan from the published times {makespans[0] / 1e6:.2f} ms, from the estimate {makespans[1] / 1e6:.2f} ms:"
+    )
+    print(f"judged under the published times, the estimate loses {loss:+.1%}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    largest_model()
+    plans(*published_and_estimated())
