@@ -29,7 +29,7 @@ from pipeplan.model.source import open_model
 from pipeplan.model.types import ModelLayers
 from pipeplan.plan.folder import write_plan_folder
 from pipeplan.plan.layout import Partition, Placement
-from pipeplan.plan.ops import Op, OpKind, Order
+from pipeplan.plan.orders import one_f_one_b
 from pipeplan.plan.types import Plan
 from pipeplan.profile.file import profile_digest
 from pipeplan.profile.measure import measure_profile
@@ -46,18 +46,14 @@ NUM_WARM_UPS = 2
 PAUSE_S = 0.3  # between batches; see set_priority
 
 
-def one_rank_plan(profile: Profile, num_micro_batches: int, *, has_halves: bool) -> Plan:
-    """Return F and B in turn on one rank, or B and I with W in turn, so that a trace tells of every kind of op."""
-    ops: list[Op] = []
-    for number in range(num_micro_batches):
-        kinds = [OpKind.F, OpKind.I, OpKind.W] if has_halves and number % 2 else [OpKind.F, OpKind.B]
-        ops += [Op(0, kind, number) for kind in kinds]
+def one_rank_plan(profile: Profile, num_micro_batches: int) -> Plan:
+    """Return F and B in turn on one rank."""
     return Plan(
         model=profile.model,
         num_micro_batches=num_micro_batches,
         partition=Partition((profile.num_layers,)),
         placement=Placement((0,)),
-        order=Order.of([ops]),
+        order=one_f_one_b(1, num_micro_batches),
         profile_digest=profile_digest(profile),
     )
 
@@ -105,16 +101,16 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> tuple[flo
         model, micro_batch_size=1, sequence_length=arguments.sequence_length, device_name=DEVICE, budget=budget
     )
     cluster = equal_ranks(1, DEVICE)
-    plan = one_rank_plan(profile, 4, has_halves=False)
+    plan = one_rank_plan(profile, 4)
     timed = Training(model, plan, profile, cluster, folder / name / "timed")
-    mixed = Training(model, one_rank_plan(profile, 4, has_halves=True), profile, cluster, folder / name / "calibration")
+    shorter = Training(model, one_rank_plan(profile, 2), profile, cluster, folder / name / "calibration")
     step_ms, traces = [], []
     for number in range(NUM_WARM_UPS + arguments.steps):
-        mixed.step_ms()
+        shorter.step_ms()
         duration_ms = timed.step_ms()
         if number >= NUM_WARM_UPS:
             step_ms.append(duration_ms)
-            traces.append(mixed.trace())
+            traces.append(shorter.trace())
     found = calibrate(traces, profile, cluster)
     bare_ms = simulate(plan, profile, cluster).makespan_ns / 1e6
     predicted_ms = simulate(plan, profile, found.cluster).makespan_ns / 1e6  # the profile as it was measured
