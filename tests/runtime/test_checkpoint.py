@@ -332,3 +332,34 @@ def test_masters_win_over_rounded_weights() -> None:
     restore_layers(Outline(layers=(captured.outline,)), target, lambda _: state)
     for name, weight in layer.named_parameters():
         assert torch.equal(weight, master[name])
+
+
+class DeepSpeedCPUAdam(torch.optim.Optimizer):
+    """Keeps its state as DeepSpeed's optimizer of this name does: step counts are plain numbers."""
+
+    adam_w_mode = True
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1})
+
+
+def test_implementations_of_one_algorithm_share_state(tmp_path: Path) -> None:
+    """What torch's AdamW stepped goes on in DeepSpeed's, and comes back, each with step counts of its own kind."""
+    layers = toy.build_all("hybrid")
+    weights = weights_of(layers)
+    first = torch.optim.AdamW(weights, lr=0.02, weight_decay=0.1)
+    train(layers, first, range(3))
+    write_checkpoint(capture_checkpoint(layers, first), tmp_path)
+    second = DeepSpeedCPUAdam(weights)
+    restore_checkpoint(read_checkpoint(tmp_path), layers, second)
+    assert second.param_groups[0]["lr"] == 0.02
+    assert second.param_groups[0]["betas"] == (0.9, 0.999)
+    for weight in weights:
+        assert second.state[weight]["step"] == 3
+        assert isinstance(second.state[weight]["step"], int)
+        assert torch.equal(second.state[weight]["exp_avg"], first.state[weight]["exp_avg"])
+    write_checkpoint(capture_checkpoint(layers, second), tmp_path)
+    third = torch.optim.AdamW(weights)
+    restore_checkpoint(read_checkpoint(tmp_path), layers, third)
+    train(layers, third, range(3, 4))
+    assert all(torch.equal(third.state[weight]["step"], torch.tensor(4.0)) for weight in weights)
