@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from pipeplan.runtime.channels import Channels
 from pipeplan.runtime.checkpoint.collective import has_latest, load_planned, save_planned
 from pipeplan.runtime.deadlines import is_lost_connection
 from pipeplan.runtime.forward_only import forward_program
-from pipeplan.runtime.gradients import global_gradient_norm, scale_gradients
+from pipeplan.runtime.gradients import accumulated_gradient, global_gradient_norm, scale_gradients
 from pipeplan.runtime.module import PlannedPipelineModule
 from pipeplan.runtime.resizing import resize_together
 from pipeplan.runtime.trace import BatchRecorder, gather_rank_traces
@@ -90,6 +91,8 @@ class PlannedPipelineEngine(PipelineEngine):
     def set_program(self, verified: VerifiedProgram) -> None:
         """Run the following batches with another program of the same placement; collective.
 
+        A program for another number of micro-batches needs ``set_train_batch_size``, before or after.
+
         Raises:
             LaunchError: It places the stages elsewhere.
         """
@@ -129,7 +132,12 @@ class PlannedPipelineEngine(PipelineEngine):
         self.set_program(self._program_by_count[num_micro_batches])
 
     def _train_schedule(self) -> schedule.PlannedSchedule:
-        self._resize(self.micro_batches)
+        planned = self._program.num_micro_batches
+        if self.micro_batches != planned:
+            raise LaunchError(
+                f"the engine runs {self.micro_batches} micro-batches a batch, but its program is for {planned}; call "
+                f"set_train_batch_size for {planned}, or set_program with a program for {self.micro_batches}"
+            )
         return self._schedule
 
     def _inference_schedule(self, micro_batches: int) -> schedule.PlannedSchedule:
@@ -400,22 +408,9 @@ class PlannedPipelineEngine(PipelineEngine):
             with self._accumulate_gradients():
                 (placeholder.sum() * 0.0).backward()
         for tied in self.module.tied_weights:
-            tied.sum_gradients(self._gradient_of)
-
-    def _gradient_of(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return the tensor that a weight's gradient was accumulated in."""
-        attribute = "grad"
-        if self.using_bf16_optimizer:
-            attribute = "_hp_grad"
-        elif getattr(self.optimizer, "use_grad_accum_attribute", False):
-            attribute = "grad_accum"
-        gradient = getattr(weight, attribute, None)
-        if gradient is None:
-            if self.using_bf16_optimizer:
-                raise LaunchError("a tied weight got no gradient on this rank; use it in the loss, or freeze it")
-            gradient = torch.zeros_like(weight)
-            setattr(weight, attribute, gradient)
-        return gradient
+            tied.sum_gradients(
+                partial(accumulated_gradient, optimizer=self.optimizer, is_bf16=self.using_bf16_optimizer)
+            )
 
     def _exec_replicas(self, instruction: program_types.ReduceReplicas) -> None:
         # ZeRO-1 moves the gradients into its partitions here; without it a lone replica has nothing to average.

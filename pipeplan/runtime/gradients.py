@@ -1,4 +1,4 @@
-"""The gradient norm over all parameters of all ranks."""
+"""Gradients where DeepSpeed accumulates them, and their norm over all parameters of all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from torch import nn
+
+from pipeplan.errors import LaunchError
 
 
 def global_gradient_norm(parameters: Iterable[nn.Parameter], group: Any, device: torch.device) -> torch.Tensor:
@@ -32,3 +34,26 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def accumulated_gradient(weight: nn.Parameter, *, optimizer: Any, is_bf16: bool) -> torch.Tensor:
+    """Return the tensor that the gradient of ``weight`` is accumulated in, zeros where it got none.
+
+    Args:
+        is_bf16: Whether the optimizer is DeepSpeed's for bf16 with fp32 accumulation.
+
+    Raises:
+        LaunchError: That optimizer has none for it.
+    """
+    attribute = "grad"
+    if is_bf16:
+        attribute = "_hp_grad"
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        attribute = "grad_accum"
+    gradient = getattr(weight, attribute, None)
+    if gradient is None:
+        if is_bf16:
+            raise LaunchError("a tied weight got no gradient on this rank; use it in the loss, or freeze it")
+        gradient = torch.zeros_like(weight)
+        setattr(weight, attribute, gradient)
+    return gradient
