@@ -28,6 +28,7 @@ class ForwardContext:
 
     def __init__(self, anatomy: Anatomy) -> None:
         base: Any = anatomy.base
+        self._config = base.config
         self._has_embeddings = anatomy.layers_read_embeddings
         self._result_length = anatomy.result_length
         self._recorded: list[Others] = []
@@ -78,7 +79,7 @@ class ForwardContext:
                 return self._run(hidden, extras, embeds, training)[index]
             key = (
                 *(hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled()),
-                self._shell.config._attn_implementation,  # decides what masks are made of
+                self._config._attn_implementation,  # decides what masks are made of
             )
             if extras.get("position_ids") is not None:
                 return self._run(hidden, extras, embeds, training)[index]

@@ -256,6 +256,18 @@ def test_a_matrix_product_ends_a_chain() -> None:
     assert [kernel.num_bytes for kernel in cost.forward] == [2 * size, 2 * size + 16 * 16 * 2, 2 * size]
 
 
+def test_gradients_of_weights_are_added_up() -> None:
+    """Matrix products add while they write; an embedding's gradient is written, then read and added in fp32."""
+    model = factory_model(
+        lambda: nn.Embedding(100, 16), lambda: nn.Linear(16, 8, bias=False), inputs=lambda: torch.arange(10)
+    )
+    embedding, linear = layer_costs(model, micro_batch_size=1, sequence_length=1, dtype="bf16")
+    size = 100 * 16 * 2
+    scatter = size + 10 * 8 + 10 * 16 * 2  # the gradient, token ids, and the output's gradient
+    assert [kernel.num_bytes for kernel in embedding.weight_gradient] == [scatter, size + 2 * 100 * 16 * 4]
+    assert [kernel.category for kernel in linear.weight_gradient] == [Category.GEMM]
+
+
 # --- times ----------------------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ _HEADING = """\
 # Share of a GPU's peak that each category of op reaches (arithmetic for gemm and attention, bandwidth for the others),
 # and what launching a kernel costs. Estimated profiles divide by these; edit them, or refit them with
 # `pipeplan fit-efficiency`. `fitted` names what known times decided; all else is a typical value of public benchmarks,
-# but for scan_backward, which is taken from scan_forward. `residuals`: what the table gives for the layers of the
+# but for scan_backward, which follows scan_forward. `residuals`: what the table gives for the layers of the
 # profiles it has been compared with.
 """
 

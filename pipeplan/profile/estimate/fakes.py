@@ -23,7 +23,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     was_disabled = logger.disabled
     logger.disabled = True
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _GroupedProducts():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _GroupedProducts():  # type: ignore[no-untyped-call]
             yield mode
     finally:
         logger.disabled = was_disabled

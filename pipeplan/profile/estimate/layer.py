@@ -23,6 +23,8 @@ from pipeplan.profile.estimate.recorder import OpRecorder, Recording, storage_ke
 from pipeplan.profile.held import activation_bytes, tensors_in
 from pipeplan.profile.passes import Pass, describe, gradient_of, measure_bytes
 
+_FP32_BYTES = 4
+
 Finish = Callable[[Any], Tensor]
 """The loss, a function of what the last layer returns."""
 
@@ -178,9 +180,11 @@ class _Work:
             by_direction={
                 "forward": forward + loss,
                 "repeated_forward": forward,
-                "backward": loss_backward + backward,
-                "input_gradient": loss_backward + input_gradient,
-                "weight_gradient": weight_gradient,
+                "backward": loss_backward + backward + _accumulated(plain.backward, plain.backward_gradients),
+                "input_gradient": (
+                    loss_backward + input_gradient + _accumulated(split.backward, split.backward_gradients)
+                ),
+                "weight_gradient": weight_gradient + _accumulated(split.weights, split.weight_gradients),
             },
             whole_activation_bytes=sum(
                 num_bytes[key] for key in plain.saved - weights if num_bytes[key] in self.whole_sizes
@@ -193,6 +197,8 @@ class _Work:
         """Run and record one forward and backward; with a store the weight gradients come last."""
         one = _Recorded()
         inputs = self.make_inputs()
+        for parameter in self.module.parameters():
+            parameter.grad = None
         with recorder.into(one.layer), one.noting_saved(), _deferring(store):
             outputs = self.layer(inputs)
         one.layer.keep(outputs)
@@ -213,20 +219,44 @@ class _Work:
         parameters = list(self.module.parameters())
         leaves = [tensor for tensor in (*tensors_in(inputs), *parameters) if tensor.requires_grad]
         if store is None:
-            # not backward(), which adds to .grad: kernels are taken to add to gradients while they multiply
+            # not backward(), which adds to .grad: ``_accumulated`` says what that costs
             with recorder.into(one.backward):
                 found = torch.autograd.grad(roots, leaves, gradients, allow_unused=True) if roots and leaves else ()
             one.backward.keep(found)
+            one.backward_gradients = [
+                gradient for leaf, gradient in zip(leaves, found, strict=False) if isinstance(leaf, nn.Parameter)
+            ]
             return one
         with recorder.into(one.backward), _deferring(store):
             if roots:
                 torch.autograd.backward(roots, gradients)
         one.backward.keep([*(leaf.grad for leaf in leaves), *store.held_tensors(0)])
+        one.backward_gradients = [parameter.grad for parameter in parameters]
         with recorder.into(one.weights):
-            one.weights.keep(store.gradients(0))
-        for parameter in parameters:
-            parameter.grad = None
+            one.weight_gradients = store.gradients(0)
+        one.weights.keep(one.weight_gradients)
         return one
+
+
+def _accumulated(recording: Recording, gradients: Sequence[Tensor | None]) -> tuple[Kernel, ...]:
+    """Return the kernel that adds gradients of weights to those of earlier micro-batches, which are kept in fp32.
+
+    Matrix products do so while they write theirs; all other gradients are read once more and added in one pass.
+    """
+    by_products = {
+        key
+        for record in recording.records
+        if record.category in (Category.GEMM, Category.GROUPED_GEMM)
+        for key in record.writes
+    }
+    num_bytes = sum(
+        gradient.numel() * (gradient.element_size() + 2 * _FP32_BYTES)
+        for gradient in gradients
+        if gradient is not None and storage_key(gradient) not in by_products
+    )
+    if not num_bytes:
+        return ()
+    return (Kernel(category=Category.MEMORY, flops=0, whole_bytes=0, split_bytes=num_bytes),)
 
 
 def _deferring(store: WeightGradientStore | None) -> AbstractContextManager[Any]:
@@ -239,6 +269,8 @@ class _Recorded:
     def __init__(self) -> None:
         self.layer, self.loss, self.loss_backward = Recording(), Recording(), Recording()
         self.backward, self.weights = Recording(), Recording()
+        self.backward_gradients: Sequence[Tensor | None] = ()
+        self.weight_gradients: Sequence[Tensor | None] = ()
         self.saved: set[int] = set()
 
     def noting_saved(self) -> Any:
