@@ -27,7 +27,7 @@ from pipeplan.search import optimize
 from pipeplan.simulate import simulate
 from tests.profile.published import DEVICE, NANO_9B, published_profile
 
-NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 20_000_000
+NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 5_000_000
 
 
 def largest_model() -> None:
