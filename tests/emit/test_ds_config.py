@@ -75,6 +75,13 @@ def test_base_settings_are_kept(plan: Plan, profile: Profile, cluster: Cluster) 
     assert {key: emitted[key] for key in base} == base
 
 
+def test_own_settings_are_kept(plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    """The limit for messages goes through; the digest is always this plan's."""
+    base = {"pipeplan": {"message_timeout_s": 30, "digest": "sha256:0"}}
+    emitted = build_ds_config(plan, profile, cluster, base)
+    assert emitted["pipeplan"] == {"message_timeout_s": 30, "digest": plan.digest}
+
+
 def test_default_optimizer_only_without_a_base_optimizer(plan: Plan, profile: Profile, cluster: Cluster) -> None:
     """A config without an optimizer gets AdamW of plain torch, which needs no compiler."""
     optimizer = build_ds_config(plan, profile, cluster)["optimizer"]
