@@ -72,17 +72,27 @@ def _split_ns(times: LayerTimes) -> int:
 
 
 def plans(published: Profile, estimated: Profile) -> None:
-    """Plan from both, judge both under the published times."""
+    """Plan from each, judge all under the published times.
+
+    The published system computes the head's weight gradient within its input half, which no estimate of work can
+    know; so a second plan is made from an estimate that is told so, and differs in nothing else.
+    """
     cluster = equal_ranks(NUM_RANKS, DEVICE)
     makespans = []
-    for profile in (published, estimated):
+    for profile in (published, estimated, _with_head_in_one(estimated)):
         plan = optimize(profile, cluster, num_micro_batches=NUM_MICRO_BATCHES, work_limit=WORK_LIMIT).plan
         makespans.append(simulate(plan, published, cluster).makespan_ns)
-    loss = makespans[1] / makespans[0] - 1
-    print(
-        f"\nplan from the published times {makespans[0] / 1e6:.2f} ms, from the estimate {makespans[1] / 1e6:.2f} ms:"
-    )
-    print(f"judged under the published times, the estimate loses {loss:+.1%}")
+    print(f"\njudged under the published times, the plan made from them takes {makespans[0] / 1e6:.2f} ms,")
+    for what, makespan_ns in zip(("the estimate", "the estimate with an unsplit head"), makespans[1:], strict=True):
+        print(f"the one made from {what} {makespan_ns / 1e6:.2f} ms, {makespan_ns / makespans[0] - 1:+.1%}")
+
+
+def _with_head_in_one(profile: Profile) -> Profile:
+    """Return the profile with the whole backward of its last layer in I."""
+    head = profile.layers[-1]
+    times = head.times(DEVICE)
+    whole = replace(times, input_gradient_ns=_split_ns(times), weight_gradient_ns=0)
+    return replace(profile, layers=(*profile.layers[:-1], replace(head, times_by_device={DEVICE: whole})))
 
 
 if __name__ == "__main__":
