@@ -275,13 +275,13 @@ TRAINING: tuple[Training, ...] = (
     # another number of micro-batches than planned
     ordered("more-in-the-config-2", 2, folded_placement(2, 2), zb_v(2, 4), configured=6),
     random_case("changing-2", 2, "1,0,0,1,0", 4, seed=8, counts_by_step={1: 7, 2: 3}),
-    # shapes that differ between micro-batches, padded labels
-    random_case("lengths-2", 2, "1,0,0,1", 3, seed=9, data="lengths", module={"dynamic_shapes": True}),
+    # shapes that differ between micro-batches, and for one micro-batch between batches; padded labels
+    random_case("lengths-2", 2, "1,0,0,1", 4, seed=9, data="lengths", module={"dynamic_shapes": True}),
     ordered(
         "lengths-4",
         4,
         looped_placement(4, 1),
-        zb_h1(4, 6),
+        zb_h1(4, 5),
         model="mixed",
         data="lengths",
         module={"dynamic_shapes": True},
