@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeplan.errors import PlanError
 from pipeplan.plan.layout import Partition, Placement
+from pipeplan.search.baselines import Baseline
 from pipeplan.search.partition import split_by_time
 from pipeplan.search.problem import Problem
 from pipeplan.units import gb_from_bytes
@@ -35,23 +36,62 @@ def least_memory_bytes(problem: Problem, partition: Partition, placement: Placem
     return needed + boundaries if problem.profile.count_boundary_buffers else needed
 
 
-def explain_infeasible(problem: Problem, partition: Partition, placement: Placement) -> str:
-    """Return the message: the rank that lacks most under the layout that came closest, and what would fit."""
+def explain_infeasible(
+    problem: Problem, partition: Partition, placement: Placement, failure: str = "no plan fits"
+) -> str:
+    """Return the message: the rank that lacks most under the layout that came closest, and what would fit.
+
+    Args:
+        failure: What the message starts with, where less was tried than every plan.
+    """
+    if not problem.respects_ties(partition, placement):
+        return (
+            "no layout found keeps the layers that share a weight on one rank; drop --colocate-tied, or fix a "
+            "partition and placement that do"
+        )
     needed = least_memory_bytes(problem, partition, placement)
     lacking = [
         (int(needed[rank]) - usable, rank) for rank, usable in enumerate(problem.usable_bytes) if usable is not None
     ]
-    missing, rank = max(lacking, key=lambda pair: (pair[0], -pair[1]))
+    missing, rank = max(lacking, key=lambda pair: (pair[0], -pair[1]), default=(0, 0))
     usable = problem.usable_bytes[rank]
-    assert usable is not None
+    if missing <= 0 or usable is None:
+        return (
+            f"{failure} within the limit, though every rank has room for one micro-batch at a time; raise the work or "
+            "time limit"
+        )
     reserve = problem.cluster.memory_reserve_bytes
     reserved = f" (after the reserve of {_gb(reserve)})" if reserve else ""
     closest = (
-        f"no plan fits: rank {rank} needs at least {_gb(int(needed[rank]))} to run one micro-batch at a time and may "
+        f"{failure}: rank {rank} needs at least {_gb(int(needed[rank]))} to run one micro-batch at a time and may "
         f"use {_gb(usable)}{reserved}, {_gb(missing)} too little, in the layout that comes closest "
         f"({_short(partition.num_layers_by_stage)} layers on ranks {_short(placement.rank_by_stage)})"
     )
     return f"{closest}; {_remedies(problem, partition, placement)}"
+
+
+def explain_no_named_order(problem: Problem, known: Sequence[Baseline]) -> str:
+    """Return why none of ``known`` can be the answer: there are none, or none keeps within the caps."""
+    if not known:
+        fixed = problem.constraints
+        given = [
+            *([] if fixed.partition is None else [f"partition {_short(fixed.partition.num_layers_by_stage)}"]),
+            *([] if fixed.placement is None else [f"placement {_short(fixed.placement.rank_by_stage)}"]),
+            *(["tied layers on one rank"] if fixed.colocate_tied else []),
+        ]
+        return f"no named order has {' and '.join(given)}; use the default strategy, which makes an order for any"
+    closest = min(known, key=lambda each: each.evaluation.excess_bytes)
+    peaks = closest.evaluation.peak_bytes_by_rank
+    missing, rank, usable = max(
+        (int(peaks[rank]) - usable, rank, usable)
+        for rank, usable in enumerate(problem.usable_bytes)
+        if usable is not None
+    )
+    return (
+        f"no named order fits: the closest, {closest.name} with the {closest.split} split, needs "
+        f"{_gb(int(peaks[rank]))} on rank {rank}, which may use {_gb(usable)}, {_gb(missing)} too little; the default "
+        "strategy also searches orders that need less"
+    )
 
 
 def _remedies(problem: Problem, partition: Partition, placement: Placement) -> str:

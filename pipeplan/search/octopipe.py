@@ -136,7 +136,11 @@ def tune_octopipe(
     moves = Moves(problem, budget, seed)
     state = moves.start()
     if state is None:
-        raise InfeasibleError(explain_infeasible(problem, *moves.first_layout()))
+        raise InfeasibleError(
+            explain_infeasible(
+                problem, *moves.first_layout(), failure="the layout that the tuner starts from does not fit"
+            )
+        )
     start_ns = state.makespan_ns
     smallest_layer_ns = min(problem.layer_ns) * num_micro_batches
     iterations: list[Iteration] = []

@@ -12,14 +12,14 @@ from pipeplan.profile.types import Profile
 from pipeplan.search.baselines import Baseline, baseline_result, baselines
 from pipeplan.search.bounds import lower_bound_ns
 from pipeplan.search.budget import Budget
-from pipeplan.search.exact import exact_plan
-from pipeplan.search.infeasible import explain_infeasible
+from pipeplan.search.exact import ExactPlan
+from pipeplan.search.infeasible import explain_infeasible, explain_no_named_order
 from pipeplan.search.octopipe import tune_octopipe
 from pipeplan.search.partition import check_enough_layers
 from pipeplan.search.problem import Constraints, Problem
-from pipeplan.search.result import SMALL_GAIN, Progress, SearchResult
+from pipeplan.search.proof import solve_if_small, with_proof, with_small_proof
+from pipeplan.search.result import Progress, SearchResult
 from pipeplan.search.tuner import Tuner
-from pipeplan.units import ms_from_ns
 
 STRATEGIES = ("default", "baselines", "octopipe", "exact")
 
@@ -78,16 +78,26 @@ def optimize(
 
     tuner = Tuner(problem, known, budget, seed, report)
     was_interrupted = False
+    small: ExactPlan | None = None
     try:
         if strategy == "octopipe":
             return _octopipe(problem, known, bound, seed, time_limit_s, work_limit)
         if strategy in ("default", "exact"):
-            tuner.run()
+            small = solve_if_small(problem, budget)
+            if small is not None:
+                tuner.start_from(small.plan)
+                if small.was_interrupted:
+                    raise KeyboardInterrupt
+            if small is None or not small.is_proved:
+                tuner.run()
     except KeyboardInterrupt:
         was_interrupted = True
     if tuner.incumbent is None:
         if was_interrupted:
             raise KeyboardInterrupt
+        if strategy == "baselines":
+            why = explain_no_named_order(problem, known)
+            raise InfeasibleError(why) if known else PlanError(why)
         raise InfeasibleError(explain_infeasible(problem, *tuner.closest_layout()))
     plan = problem.plan(*tuner.incumbent)
     result = SearchResult(
@@ -100,8 +110,10 @@ def optimize(
         was_interrupted=was_interrupted,
         num_ops_tried=int(budget.work),
     )
+    if small is not None:
+        result = with_small_proof(result, small)
     if strategy == "exact" and not was_interrupted:
-        result = _exact(problem, result, time_limit_s, work_limit)
+        result = with_proof(problem, result, time_limit_s, work_limit)
     return _with_notes(result)
 
 
@@ -136,52 +148,9 @@ def _octopipe(
     return _with_notes(result)
 
 
-def _exact(problem: Problem, found: SearchResult, time_limit_s: float | None, work_limit: int | None) -> SearchResult:
-    """Return ``found`` or the plan of an exact search that starts from it, with what is proved."""
-    fixed = problem.constraints
-    limits = {} if work_limit is None else {"work_limit": work_limit}
-    exact = exact_plan(
-        problem.profile,
-        problem.cluster,
-        problem.num_micro_batches,
-        partition=fixed.partition,
-        placement=fixed.placement,
-        recomputed_stages=found.plan.recomputed_stages if fixed.partition is not None else (),
-        colocate_tied=fixed.colocate_tied,
-        incumbent=found.plan,
-        time_limit_s=time_limit_s,
-        **limits,
-    )
-    better = exact.plan if exact.makespan_ns < found.makespan_ns else found.plan
-    assert better.prediction is not None
-    layouts = f"the {exact.num_layouts} layouts with up to 2 stages a rank" if exact.num_layouts > 1 else "this layout"
-    least = min(exact.lower_bound_ns, better.prediction.makespan_ns)
-    if exact.is_proved:
-        note = f"proved: no plan for {layouts} takes less than {ms_from_ns(exact.makespan_ns):.3f} ms"
-    else:
-        note = f"not proved: plans for {layouts} may still take as little as {ms_from_ns(least):.3f} ms"
-    is_whole_question = fixed.partition is not None and fixed.placement is not None
-    return dataclasses.replace(
-        found,
-        plan=better,
-        notes=(note,),
-        lower_bound_ns=max(found.lower_bound_ns, least) if is_whole_question else found.lower_bound_ns,
-        is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole_question and exact.is_proved),
-        is_deterministic=found.is_deterministic and time_limit_s is None,
-    )
-
-
 def _with_notes(result: SearchResult) -> SearchResult:
-    """Return the result with sentences on what a user should know."""
+    """Return the result with sentences on how the search ended; what it gained, the comparison says."""
     notes = list(result.notes)
-    gain, best = result.gain, result.best_baseline
-    if best is None:
-        notes.append("no named schedule fits the memory; this plan does")
-    elif gain is not None and gain < SMALL_GAIN:
-        notes.append(
-            f"the gain over {best.name} with the {best.split} split is under {SMALL_GAIN:.0%}: the simpler schedule "
-            "may serve as well"
-        )
     if result.was_interrupted:
         notes.append("the search was interrupted; this is the best plan found until then")
     elif not result.is_deterministic:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pipeplan.search.evolve import TIES_APART_SCORE, shift_boundaries
 from pipeplan.search.instance import Costs, Instance, allocate_costs, fill_costs
 from pipeplan.search.randomness import below, uniform
-from pipeplan.simulate.clock import _run_ordered_pair as run_ordered_pair
-from pipeplan.simulate.memory import _order_peaks as order_peaks
+from pipeplan.simulate.clock import run_ordered_pair_kernel
+from pipeplan.simulate.memory import order_peaks_kernel
 
 IntArray = NDArray[np.int64]
 
@@ -97,7 +97,7 @@ def build_bench(
 @njit(cache=True)
 def fits(instance, costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Return whether every rank stays within its cap."""
-    peaks = order_peaks(
+    peaks = order_peaks_kernel(
         ordering.stage, ordering.kind, bench.offsets, costs.activation_bytes, costs.held_bytes, costs.workspace_bytes
     )
     for rank in range(peaks.shape[0]):
@@ -109,7 +109,7 @@ def fits(instance, costs, ordering, bench):  # type: ignore[no-untyped-def]
 @njit(cache=True)
 def rank_fits(instance, costs, ordering, bench, rank):  # type: ignore[no-untyped-def]
     """Return whether one rank stays within its cap."""
-    peaks = order_peaks(
+    peaks = order_peaks_kernel(
         ordering.stage, ordering.kind, bench.offsets[rank : rank + 2], costs.activation_bytes, costs.held_bytes,
         costs.workspace_bytes,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def clock_order(costs, ordering, bench):  # type: ignore[no-untyped-def]
     """Return the makespan, or ``INVALID`` for a deadlock; leave the times in ``bench``."""
     bench.local_ns[:] = -1
     bench.message_end_ns[:] = -1
-    num_done = run_ordered_pair(
+    num_done = run_ordered_pair_kernel(
         ordering.stage, ordering.kind, ordering.micro_batch, bench.offsets,
         costs.duration_ns, costs.rank_by_stage, costs.forward_transfer_ns, costs.backward_transfer_ns,
         costs.send_ns, costs.wait_ns,

@@ -21,15 +21,17 @@ def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
     most = num_atoms if fixed.partition is None else fixed.partition.num_stages
     least = num_ranks if fixed.partition is None else fixed.partition.num_stages
     found: list[tuple[int, ...]] = []
-    for laps in range(1, MAX_LAPS + 1):
+    # Laps beyond the usual only where a fixed partition has so many stages.
+    for laps in range(1, max(MAX_LAPS, 0 if fixed.partition is None else -(-most // num_ranks)) + 1):
         for layout in (looped_placement, folded_placement):
             whole = layout(num_ranks, laps).rank_by_stage
             after = layout(num_ranks, laps + 1).rank_by_stage
             found.extend((whole, (*whole, after[len(whole)])))
             if fixed.partition is not None and len(whole) < most < len(after):
                 found.append(after[:most])
-    unique = [ranks for ranks in dict.fromkeys(found) if least <= len(ranks) <= most and _is_plain(ranks)]
-    return sorted(unique, key=lambda ranks: _promise(ranks, num_ranks))
+    unique = [ranks for ranks in dict.fromkeys(found) if least <= len(ranks) <= most]
+    plain = [ranks for ranks in unique if _is_plain(ranks)]
+    return sorted(plain or unique, key=lambda ranks: _promise(ranks, num_ranks))
 
 
 def _promise(ranks: tuple[int, ...], num_ranks: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.plan.layout import Partition, Placement
+from pipeplan.plan.types import Plan
 from pipeplan.search.baselines import Baseline
 from pipeplan.search.budget import ORDER_STEP_WEIGHT, Budget
 from pipeplan.search.evolve import (
@@ -36,7 +37,7 @@ from pipeplan.search.partition import balanced_bounds
 from pipeplan.search.problem import Candidate, Evaluation, Problem, fuse_backward
 from pipeplan.search.randomness import random_state
 from pipeplan.search.structures import placements
-from pipeplan.simulate import EncodedOrder
+from pipeplan.simulate import EncodedOrder, encode_order
 
 IntArray = NDArray[np.int64]
 
@@ -104,9 +105,23 @@ class Tuner:
         self._seeds = np.random.SeedSequence(seed)
         self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
         self._tracks: list[Track] = []
+        self._given: list[Candidate] = []
         self.incumbent: tuple[Candidate, Evaluation] | None = None
         for baseline in known:
             self._offer(baseline.candidate, baseline.evaluation)
+
+    def start_from(self, plan: Plan) -> None:
+        """Count a plan as found; local search on orders also starts from it."""
+        candidate = Candidate(
+            partition=plan.partition,
+            placement=plan.placement,
+            order=encode_order(plan.order),
+            recomputed_stages=plan.recomputed_stages,
+        )
+        evaluation = self._problem.evaluate(candidate)
+        assert evaluation is not None, "a plan never deadlocks"
+        self._given.append(candidate)
+        self._offer(candidate, evaluation)
 
     def run(self) -> None:
         """Search until the budget is used."""
@@ -287,6 +302,7 @@ class Tuner:
     def _search_orders(self, tracks: list[Track]) -> None:
         """Local search on the best tracks' orders and on the best named orders that fit."""
         starts = [self._candidate_of(track) for track in tracks if track.scores[1] < NO_MEMORY_SCORE]
+        starts += self._given
         starts += [baseline.candidate for baseline in self._known[:2] if baseline.evaluation.fits]
         orders = [track for start in starts if (track := self._order_track(start)) is not None]
         begin = self._budget.fraction

@@ -56,7 +56,7 @@ def run_clock(
         local_ns, message_start_ns, message_end_ns, start_ns, end_ns,
     )  # fmt: skip
     if queue_model is QueueModel.ORDERED_PAIR:
-        num_done = _run_ordered_pair(*arguments)
+        num_done = run_ordered_pair_kernel(*arguments)
     else:
         num_done = _run_shared_queues(*arguments, queue_model is QueueModel.SINGLE)
     makespan_ns = int(end_ns.max()) if order.num_ops else 0
@@ -84,13 +84,14 @@ def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns
 
 
 @njit(cache=True)
-def _run_ordered_pair(  # type: ignore[no-untyped-def]
+def run_ordered_pair_kernel(  # type: ignore[no-untyped-def]
     stages, kinds, micro_batches, offsets, duration_ns, rank_by_stage, forward_transfer_ns, backward_transfer_ns,
     send_ns, wait_ns, local_ns, message_start_ns, message_end_ns, start_ns, end_ns,
 ):  # fmt: skip
-    """One queue for every ordered pair of ranks.
+    """Fill the times of an order with one queue for every ordered pair of ranks; return how many ops ran.
 
-    A queue then has one producer, which fills it in its own order, so any topological sweep finds the same times.
+    ``local_ns`` and ``message_end_ns`` come in as ``UNKNOWN``; compiled searches call this with arrays of their own. A
+    queue has one producer, which fills it in its own order, so any topological sweep finds the same times.
     """
     num_ranks = offsets.shape[0] - 1
     num_stages = rank_by_stage.shape[0]

@@ -61,7 +61,7 @@ def peak_memory(
 def peak_bytes_by_rank(costs: StageCosts, order: EncodedOrder, clocked: Clocked, *, count_boundaries: bool) -> IntArray:
     """Return the peak of every rank in bytes, [num_ranks]."""
     if not count_boundaries:
-        peaks: IntArray = _order_peaks(
+        peaks: IntArray = order_peaks_kernel(
             order.stage, order.kind, order.offsets, costs.activation_bytes, costs.held_bytes, costs.workspace_bytes
         )
         return costs.state_bytes + peaks
@@ -152,8 +152,8 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _order_peaks(stages, kinds, offsets, activation_bytes, held_bytes, workspace_bytes):  # type: ignore[no-untyped-def]
-    """Return the peak of every rank without states and boundaries; needs no times."""
+def order_peaks_kernel(stages, kinds, offsets, activation_bytes, held_bytes, workspace_bytes):  # type: ignore[no-untyped-def]
+    """Return the peak of every rank without states and boundaries; needs no times. Compiled searches call it too."""
     num_ranks = offsets.shape[0] - 1
     peaks = np.zeros(num_ranks, dtype=np.int64)
     for rank in range(num_ranks):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeplan.cluster import equal_ranks
 from pipeplan.errors import InfeasibleError, PlanError
+from pipeplan.plan.layout import Partition, Placement
 from pipeplan.profile import Profile, read_profile
 from pipeplan.search import Progress, optimize
+from pipeplan.search.exact import exact_plan
+from tests.benchmarks.exact_instances import small_instance
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nemotron-nano-9b-v2.yaml"
 OCTOPIPE_NS = 89_870 * 10_000
@@ -53,6 +57,79 @@ def test_fewer_layers_than_ranks(profile: Profile) -> None:
     """More ranks than layers is one clear error."""
     with pytest.raises(PlanError, match="58 layers can't fill 60 stages"):
         optimize(profile, equal_ranks(60, "h800-sxm"), num_micro_batches=8)
+
+
+def test_no_named_order_for_a_placement(profile: Profile) -> None:
+    """A placement that no named order has, asked of the named orders alone, without caps: an error, and what to do."""
+    placement = Placement((1, 0, 0, 1))
+    with pytest.raises(PlanError, match=r"no named order has placement 1,0,0,1; use the default strategy"):
+        optimize(profile, equal_ranks(2, "h800-sxm"), num_micro_batches=8, placement=placement, strategy="baselines")
+    result = optimize(
+        profile, equal_ranks(2, "h800-sxm"), num_micro_batches=8, placement=placement, work_limit=1_000_000
+    )
+    assert result.plan.placement == placement
+
+
+def test_named_orders_that_do_not_fit(profile: Profile) -> None:
+    """Where no named order fits, the message says which comes closest and that the default strategy may find a plan."""
+    cluster = equal_ranks(4, "h800-sxm", memory_gb=30)
+    with pytest.raises(InfeasibleError, match=r"closest, .* needs .* GB on rank \d, which may use 30 GB, .* default"):
+        optimize(profile, cluster, num_micro_batches=8, strategy="baselines")
+    assert optimize(profile, cluster, num_micro_batches=8, work_limit=1_000_000).makespan_ns > 0
+
+
+@pytest.mark.parametrize("strategy", ["default", "octopipe"])
+def test_tied_layers_that_a_fixed_layout_parts(strategy: str, profile: Profile) -> None:
+    """A fixed layout that parts layers which must sit together, without caps, is one clear error."""
+    first, *body, last = profile.layers
+    first, last = replace(first, tied="embedding"), replace(last, tied="embedding")
+    tied = replace(profile, layers=(first, *body, last))
+    with pytest.raises(InfeasibleError, match="keeps the layers that share a weight on one rank"):
+        optimize(
+            tied,
+            equal_ranks(2, "h800-sxm"),
+            num_micro_batches=4,
+            placement=Placement((0, 1)),
+            colocate_tied=True,
+            work_limit=100_000,
+            strategy=strategy,
+        )
+
+
+def test_one_rank_with_a_fixed_partition(profile: Profile) -> None:
+    """All stages of a fixed partition go to the one rank there is."""
+    result = optimize(
+        profile,
+        equal_ranks(1, "h800-sxm"),
+        num_micro_batches=2,
+        partition=Partition((20, 20, 18)),
+        work_limit=100_000,
+    )
+    assert result.plan.placement == Placement((0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_small_fixed_layouts_are_proved(seed: int) -> None:
+    """The default search proves its plan for a small fixed layout, as the exact solver alone does."""
+    instance = small_instance(seed)
+    result = optimize(
+        instance.profile,
+        instance.cluster,
+        num_micro_batches=instance.num_micro_batches,
+        partition=instance.partition,
+        placement=instance.placement,
+    )
+    alone = exact_plan(
+        instance.profile,
+        instance.cluster,
+        instance.num_micro_batches,
+        partition=instance.partition,
+        placement=instance.placement,
+    )
+    assert alone.is_proved
+    assert result.is_optimal
+    assert result.is_deterministic
+    assert result.makespan_ns == result.lower_bound_ns == alone.makespan_ns
 
 
 def test_unknown_strategy(profile: Profile) -> None:

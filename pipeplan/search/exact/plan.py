@@ -34,6 +34,7 @@ class ExactPlan:
         lower_bound_ns: No plan of these layouts that fits is faster.
         num_layouts: Layouts in question.
         num_nodes: Partial orders looked at.
+        was_interrupted: Whether Ctrl-C ended it; plan and bound hold all the same.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class ExactPlan:
     lower_bound_ns: int
     num_layouts: int
     num_nodes: int
+    was_interrupted: bool = False
 
     @property
     def is_proved(self) -> bool:
@@ -103,6 +105,7 @@ def exact_plan(
     best: Outcome | None = None
     best_layout: _Layout | None = None
     best_ns, num_nodes = NEVER, 0
+    was_interrupted = False
     for index in sorted(range(len(layouts)), key=bounds.__getitem__):
         left_s = None if deadline is None else deadline - time.monotonic()
         if bounds[index] >= best_ns or (best is not None and (num_nodes >= work_limit or (left_s or 1.0) <= 0.0)):
@@ -129,6 +132,7 @@ def exact_plan(
         if outcome.was_interrupted:
             if best is None:
                 raise KeyboardInterrupt
+            was_interrupted = True
             break
     if best is None or best_layout is None or best.order is None:
         raise InfeasibleError(_explain(len(layouts), is_proved=min(bounds) >= NEVER))
@@ -147,6 +151,7 @@ def exact_plan(
         lower_bound_ns=min(min(bounds) + step_ns, evaluation.makespan_ns),
         num_layouts=len(layouts),
         num_nodes=num_nodes,
+        was_interrupted=was_interrupted,
     )
 
 
