@@ -17,7 +17,7 @@ from pipeplan.search.infeasible import explain_infeasible, explain_no_named_orde
 from pipeplan.search.octopipe import tune_octopipe
 from pipeplan.search.partition import check_enough_layers
 from pipeplan.search.problem import Constraints, Problem
-from pipeplan.search.proof import solve_if_small, with_proof, with_small_proof
+from pipeplan.search.proof import is_whole_question, solve_if_small, with_proof, with_small_proof
 from pipeplan.search.result import Progress, SearchResult
 from pipeplan.search.tuner import Tuner
 
@@ -88,7 +88,7 @@ def optimize(
                 tuner.start_from(small.plan)
                 if small.was_interrupted:
                     raise KeyboardInterrupt
-            if small is None or not small.is_proved:
+            if small is None or not (small.is_proved and is_whole_question(problem)):
                 tuner.run()
     except KeyboardInterrupt:
         was_interrupted = True
@@ -111,7 +111,7 @@ def optimize(
         num_ops_tried=int(budget.work),
     )
     if small is not None:
-        result = with_small_proof(result, small)
+        result = with_small_proof(problem, result, small)
     if strategy == "exact" and not was_interrupted:
         result = with_proof(problem, result, time_limit_s, work_limit)
     return _with_notes(result)

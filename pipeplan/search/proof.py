@@ -1,32 +1,37 @@
-"""The exact search as part of the strategies: first on small fixed layouts, last where a proof is asked for."""
+"""The exact search as part of the strategies: first on small problems, last where a proof is asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.search.budget import Budget
 from pipeplan.search.exact import ExactPlan, exact_plan
+from pipeplan.search.partition import atom_bounds
 from pipeplan.search.problem import Problem
 from pipeplan.search.result import SearchResult
 from pipeplan.units import ms_from_ns
 
 MOST_OPS_TO_TRY = 150  # F, I and W; most problems of that size are proved within the share below
 MOST_NODES_TO_TRY = 300_000
+MOST_STAGES_PER_RANK = 2  # where the layout is free
 TRIED_SHARE = 0.5  # of the limits
 OPS_PER_NODE = 75.0  # a partial order takes about as long to look at as scheduling so many ops
 
 
 def solve_if_small(problem: Problem, budget: Budget) -> ExactPlan | None:
-    """Return the best plan found for a small problem with a fixed layout, often with a proof; else ``None``.
+    """Return the best plan found for a small problem, of one layout often with a proof; else ``None``.
 
     Uses up to half of the limits. ``None`` also where it finds nothing that fits.
     """
     fixed = problem.constraints
-    if fixed.partition is None or fixed.placement is None or problem.table.can_recompute:
-        return None
-    if 3 * fixed.partition.num_stages * problem.num_micro_batches > MOST_OPS_TO_TRY:
+    num_stages = min(len(atom_bounds(problem.profile.layers)) - 1, MOST_STAGES_PER_RANK * problem.num_ranks)
+    if fixed.partition is not None:
+        num_stages = fixed.partition.num_stages
+    elif fixed.placement is not None:
+        num_stages = fixed.placement.num_stages
+    if problem.table.can_recompute or 3 * num_stages * problem.num_micro_batches > MOST_OPS_TO_TRY:
         return None
     nodes = float(MOST_NODES_TO_TRY)
     if budget.work_limit is not None:
@@ -41,11 +46,14 @@ def solve_if_small(problem: Problem, budget: Budget) -> ExactPlan | None:
             partition=fixed.partition,
             placement=fixed.placement,
             colocate_tied=fixed.colocate_tied,
+            max_stages_per_rank=MOST_STAGES_PER_RANK,
             work_limit=max(1, int(nodes)),
             time_limit_s=time_limit_s,
         )
     except InfeasibleError:
         budget.spend(nodes * OPS_PER_NODE)
+        return None
+    except PlanError:  # too many layouts
         return None
     budget.spend(found.num_nodes * OPS_PER_NODE)
     if not found.is_proved and time_limit_s is not None and time.monotonic() - started >= time_limit_s:
@@ -53,14 +61,18 @@ def solve_if_small(problem: Problem, budget: Budget) -> ExactPlan | None:
     return found
 
 
-def with_small_proof(result: SearchResult, exact: ExactPlan) -> SearchResult:
-    """Return the result with what the exact search of its fixed layout knows of any plan."""
-    least = min(exact.lower_bound_ns, result.makespan_ns)
-    return dataclasses.replace(
-        result,
-        lower_bound_ns=max(result.lower_bound_ns, least),
-        is_optimal=result.makespan_ns <= max(result.lower_bound_ns, least),
-    )
+def is_whole_question(problem: Problem) -> bool:
+    """Return whether the best order of one layout is the best plan: all else is fixed."""
+    fixed = problem.constraints
+    return fixed.partition is not None and fixed.placement is not None and not problem.table.can_recompute
+
+
+def with_small_proof(problem: Problem, result: SearchResult, exact: ExactPlan) -> SearchResult:
+    """Return the result with what the exact search knows of every plan."""
+    if not is_whole_question(problem):
+        return result
+    bound = max(result.lower_bound_ns, min(exact.lower_bound_ns, result.makespan_ns))
+    return dataclasses.replace(result, lower_bound_ns=bound, is_optimal=result.makespan_ns == bound)
 
 
 def with_proof(
@@ -95,13 +107,13 @@ def with_proof(
         note = f"not proved: plans for {layouts} may still take as little as {ms_from_ns(least):.3f} ms"
     if problem.table.can_recompute:
         note += ", with the stages that recompute as they are here"
-    is_whole_question = fixed.partition is not None and fixed.placement is not None and not problem.table.can_recompute
+    is_whole = is_whole_question(problem)
     return dataclasses.replace(
         found,
         plan=better,
         notes=(note,),
-        lower_bound_ns=max(found.lower_bound_ns, least) if is_whole_question else found.lower_bound_ns,
-        is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole_question and exact.is_proved),
+        lower_bound_ns=max(found.lower_bound_ns, least) if is_whole else found.lower_bound_ns,
+        is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole and exact.is_proved),
         is_deterministic=found.is_deterministic and time_limit_s is None and not exact.was_interrupted,
         was_interrupted=exact.was_interrupted,
     )

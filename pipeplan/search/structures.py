@@ -6,6 +6,8 @@ from pipeplan.plan.orders import folded_placement, looped_placement
 from pipeplan.search.problem import Problem
 
 MAX_LAPS = 6
+FEW_USUAL = 6  # beside placements made for unequal memory
+SMALL_SHARE = 0.8  # of the largest memory: what counts as little
 
 
 def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
@@ -31,7 +33,32 @@ def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
                 found.append(after[:most])
     unique = [ranks for ranks in dict.fromkeys(found) if least <= len(ranks) <= most]
     plain = [ranks for ranks in unique if _is_plain(ranks)]
-    return sorted(plain or unique, key=lambda ranks: _promise(ranks, num_ranks))
+    usual = sorted(plain or unique, key=lambda ranks: _promise(ranks, num_ranks))
+    small_last = [ranks for ranks in _small_ranks_last(problem) if least <= len(ranks) <= most]
+    if small_last:
+        del usual[FEW_USUAL:]
+    return list(dict.fromkeys([*small_last, *usual]))
+
+
+def _small_ranks_last(problem: Problem) -> list[tuple[int, ...]]:
+    """Return placements for ranks of unequal memory: those with least hold one late stage, the others any number.
+
+    Activations of the last stages are kept only briefly, so a rank with little memory does its share of work there.
+    """
+    usable = [float("inf") if cap is None else float(cap) for cap in problem.usable_bytes]
+    roomy = [rank for rank, cap in enumerate(usable) if cap >= SMALL_SHARE * max(usable)]
+    small = sorted(set(range(len(usable))) - set(roomy), key=lambda rank: -usable[rank])
+    if not small:
+        return []
+    found: list[tuple[int, ...]] = []
+    for laps in (2, 1, 3):
+        for layout in (looped_placement, folded_placement):
+            whole = layout(len(roomy), laps).rank_by_stage
+            after = layout(len(roomy), laps + 1).rank_by_stage
+            found.extend(
+                (*(roomy[index] for index in after[:count]), *small) for count in range(len(whole), len(after))
+            )
+    return found
 
 
 def _promise(ranks: tuple[int, ...], num_ranks: int) -> tuple[int, int]:
