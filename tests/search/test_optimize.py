@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.cluster import equal_ranks
+from pipeplan.cluster import Cluster, equal_ranks, read_cluster
 from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.profile import Profile, read_profile
 from pipeplan.search import Progress, optimize
 from pipeplan.search.exact import exact_plan
+from pipeplan.search.problem import Problem
+from pipeplan.search.structures import placements
 from tests.benchmarks.exact_instances import small_instance
+from tests.benchmarks.planner import bench_profile, first_ranks, in_lumps
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nemotron-nano-9b-v2.yaml"
+CLUSTERS = Path(__file__).parent.parent / "benchmarks" / "clusters"
 OCTOPIPE_NS = 89_870 * 10_000
 
 
@@ -28,7 +32,7 @@ def profile() -> Profile:
 
 def test_beats_the_published_plan(profile: Profile) -> None:
     """With a fraction of the default work, the golden case without a cap is faster than OctoPipe's published plan."""
-    result = optimize(profile, equal_ranks(4, "h800-sxm"), num_micro_batches=8, work_limit=40_000_000)
+    result = optimize(profile, equal_ranks(4, "h800-sxm"), num_micro_batches=8, work_limit=15_000_000)
     assert result.lower_bound_ns <= result.makespan_ns < OCTOPIPE_NS
 
 
@@ -130,6 +134,28 @@ def test_small_fixed_layouts_are_proved(seed: int) -> None:
     assert result.is_optimal
     assert result.is_deterministic
     assert result.makespan_ns == result.lower_bound_ns == alone.makespan_ns
+
+
+def test_tiny_problems_get_the_best_of_all_small_layouts() -> None:
+    """Where one of three ranks has half the memory, the plan is as good as an exhaustive search's, proof included."""
+    profile = in_lumps(bench_profile("nemotron-h-8b"), 5)
+    cluster = first_ranks(read_cluster(CLUSTERS / "one-small.yaml"), 3)
+    exact = exact_plan(profile, cluster, 3)
+    assert exact.is_proved
+    result = optimize(profile, cluster, num_micro_batches=3, work_limit=10_000_000)
+    assert result.makespan_ns <= exact.makespan_ns
+    assert result.lower_bound_ns <= exact.makespan_ns
+
+
+def test_ranks_with_little_memory_may_hold_one_late_stage(profile: Profile) -> None:
+    """Unequal memory adds placements where the smallest rank comes last and once; equal memory adds none."""
+    small, large = equal_ranks(1, "h800-sxm", memory_gb=40).ranks, equal_ranks(2, "h800-sxm", memory_gb=80).ranks
+    unequal = Problem(profile, Cluster(ranks=(*small, *large)), 8)
+    found = placements(unequal, profile.num_layers)
+    assert (1, 2, 1, 2, 0) in found
+    assert (1, 2, 2, 1, 0) in found
+    equal = placements(Problem(profile, Cluster(ranks=(*large, *large)), 8), profile.num_layers)
+    assert all(ranks[:4] == (0, 1, 2, 3) for ranks in equal)
 
 
 def test_unknown_strategy(profile: Profile) -> None:
