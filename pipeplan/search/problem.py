@@ -107,6 +107,16 @@ class Problem:
             placement.check(num_stages, self.num_ranks)
 
     @property
+    def are_ranks_alike(self) -> bool:
+        """Whether no rank and no link differs from another, so that ranks may be exchanged."""
+        cluster = self.cluster
+        pairs = itertools.permutations(range(cluster.num_ranks), 2)
+        return (
+            len({(rank.device, rank.memory_bytes, rank.slowdown) for rank in cluster.ranks}) == 1
+            and len({cluster.link(here, there) for here, there in pairs}) <= 1
+        )
+
+    @property
     def layer_ns(self) -> list[int]:
         """F plus the whole backward of each layer on the device type of rank 0, in nanoseconds."""
         sums = self.table.device_sums(self.cluster.ranks[0].device)

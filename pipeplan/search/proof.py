@@ -23,9 +23,13 @@ OPS_PER_NODE = 75.0  # a partial order takes about as long to look at as schedul
 def solve_if_small(problem: Problem, budget: Budget) -> ExactPlan | None:
     """Return the best plan found for a small problem, of one layout often with a proof; else ``None``.
 
-    Uses up to half of the limits. ``None`` also where it finds nothing that fits.
+    Uses up to half of the limits. ``None`` also where it finds nothing that fits, and where equal ranks without caps
+    leave little for it to find: compiling takes seconds on first use.
     """
     fixed = problem.constraints
+    is_free = fixed.partition is None or fixed.placement is None
+    if is_free and problem.are_ranks_alike and problem.usable_bytes[0] is None:
+        return None
     num_stages = min(len(atom_bounds(problem.profile.layers)) - 1, MOST_STAGES_PER_RANK * problem.num_ranks)
     if fixed.partition is not None:
         num_stages = fixed.partition.num_stages

@@ -185,7 +185,7 @@ class Tuner:
         sums = instance.time_sums[0]
         freedom = Freedom(
             boundaries=fixed.partition is None,
-            ranks=fixed.placement is None and not self._ranks_are_equal(),
+            ranks=fixed.placement is None and not self._problem.are_ranks_alike,
             fusion=bool((sums[:, -1, 1] < sums[:, -1, 2] + sums[:, -1, 3]).any()),
             recomputation=bool(instance.can_recompute[-1] > 0),
         )
@@ -199,15 +199,6 @@ class Tuner:
             freedom=freedom,
             work_per_step=3.0 * num_stages * instance.num_micro_batches,
         )
-
-    def _ranks_are_equal(self) -> bool:
-        cluster = self._problem.cluster
-        first = cluster.ranks[0]
-        same = all(
-            (rank.device, rank.memory_bytes, rank.slowdown) == (first.device, first.memory_bytes, first.slowdown)
-            for rank in cluster.ranks
-        )
-        return same and not cluster.link_by_pair and len({rank.node for rank in cluster.ranks}) == 1
 
     def _starting_atoms(self, ranks: IntArray) -> IntArray:
         """Return a partition for a placement: stages balanced by time, with larger ones on faster ranks."""

@@ -263,7 +263,7 @@ def _placements(problem: Problem, num_stages: int, max_stages_per_rank: int) -> 
         yield problem.constraints.placement
         return
     num_ranks = problem.num_ranks
-    are_alike = _ranks_are_alike(problem.cluster)
+    are_alike = problem.are_ranks_alike
     at_most = max(max_stages_per_rank, -(-num_stages // num_ranks))
     for ranks in itertools.product(range(num_ranks), repeat=num_stages):
         if num_ranks > 1 and any(here == there for here, there in itertools.pairwise(ranks)):
@@ -273,11 +273,3 @@ def _placements(problem: Problem, num_stages: int, max_stages_per_rank: int) -> 
         if are_alike and list(dict.fromkeys(ranks)) != list(range(num_ranks)):
             continue
         yield Placement(ranks)
-
-
-def _ranks_are_alike(cluster: Cluster) -> bool:
-    pairs = itertools.permutations(range(cluster.num_ranks), 2)
-    return (
-        len({(rank.device, rank.memory_bytes, rank.slowdown) for rank in cluster.ranks}) == 1
-        and len({cluster.link(here, there) for here, there in pairs}) <= 1
-    )
