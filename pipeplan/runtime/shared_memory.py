@@ -1,8 +1,8 @@
 """DeepSpeed's shared-memory buffers on CPU: gone when the last rank ends, however it ends.
 
 On CPU, ``deepspeed.init_distributed`` gives every rank a 66 MiB buffer under ``/dev/shm`` that nothing removes (seen
-in 0.19.8), so that every launch costs memory until the machine restarts. A mapped file may lose its name: once all ranks
-have mapped all buffers, each removes the name of its own.
+in 0.19.8): every launch costs memory until the machine restarts. A mapped file may lose its name: once all ranks have
+mapped all buffers, each removes the name of its own.
 """
 
 from __future__ import annotations
