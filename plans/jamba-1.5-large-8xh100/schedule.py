@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:25cc1515098578b5ac7682dc01844ffcf4b549d45b0b4844e0eff3dceda4b81b:
-32 micro-batches through 16 stages on 8 ranks. What rank 0 does:
+Plan sha256:7d4f8b8fbba0f76857efa3d03ede830b7dfe9410b3e39562068460acffaa85c9:
+32 micro-batches through 32 stages on 8 ranks. What rank 0 does:
 
     for instructions in Schedule(32, 8, stage_id=0).steps():
         print(instructions)

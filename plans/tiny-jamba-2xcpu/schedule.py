@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:cfd6f7d4476feceb054ce4441260640e0ab384663c8b9d8cc717133f748df9a4:
-8 micro-batches through 4 stages on 2 ranks. What rank 0 does:
+Plan sha256:eb641eba932be7c894f18ef8e74ae71607da37b184cabf4452d2696558d6ff45:
+8 micro-batches through 7 stages on 2 ranks. What rank 0 does:
 
     for instructions in Schedule(8, 2, stage_id=0).steps():
         print(instructions)
