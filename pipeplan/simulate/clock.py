@@ -142,7 +142,14 @@ def run_ordered_pair_kernel(  # type: ignore[no-untyped-def]
             queue_free[rank, target] = begin + transfer
             message_start_ns[result, stage, micro_batch] = begin
             message_end_ns[result, stage, micro_batch] = begin + transfer
-            if not on_stack[target]:
+            # Only what its next op waits for lets a rank go on.
+            waiting = position[target]
+            if (
+                not on_stack[target]
+                and waiting < offsets[target + 1]
+                and stages[waiting] == target_stage
+                and micro_batches[waiting] == micro_batch
+            ):
                 on_stack[target] = True
                 stack[height] = target
                 height += 1
