@@ -1,6 +1,6 @@
 #!/bin/sh
 # Trains tiny-jamba with this plan: 2 pipeline ranks.
-# Arguments are handed to train.py: --steps, --seed, --data, --losses, --init.
+# Arguments are handed to train.py, which lists them at its head.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
