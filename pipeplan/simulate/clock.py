@@ -13,7 +13,7 @@ from numba import njit
 
 from pipeplan.plan.types import QueueModel
 from pipeplan.simulate.costs import StageCosts
-from pipeplan.simulate.dependencies import FORWARD, NOTHING, needed_results
+from pipeplan.simulate.dependencies import INPUT_GRADIENT, NOTHING, needed_results
 from pipeplan.simulate.encoding import EncodedOrder, IntArray
 
 UNKNOWN = -1
@@ -64,20 +64,21 @@ def run_clock(
 
 
 @njit(cache=True, inline="always")
-def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns, local_ns, message_end_ns):  # type: ignore[no-untyped-def]
-    """Return when an op can start, or ``UNKNOWN`` while an input has no arrival time yet."""
-    boundary_kind, boundary_stage, own_kind, own_stage = needed_results(stage, kind, rank_by_stage.shape[0])
-    start = free
-    if own_kind != NOTHING:
-        ready = local_ns[own_kind, own_stage, micro_batch]
+def _earliest_start(stage, kind, micro_batch, rank, free, rank_by_stage, wait_ns, num_micro_batches, local, arrival):  # type: ignore[no-untyped-def]
+    """Return when an op can start, or ``UNKNOWN`` while an input has no arrival time yet.
+
+    ``local`` and ``arrival`` are flat over result kind, stage and micro-batch: one index costs half of what three do.
+    """
+    num_stages = rank_by_stage.shape[0]
+    boundary_kind, boundary_stage, own_kind, own_stage = needed_results(stage, kind, num_stages)
+    if own_kind != NOTHING and local[(own_kind * num_stages + own_stage) * num_micro_batches + micro_batch] < 0:
+        return -1
+    start = free  # not before the rank's own results, which it made before
+    if boundary_kind != NOTHING:
+        ready = arrival[(boundary_kind * num_stages + boundary_stage) * num_micro_batches + micro_batch]
         if ready < 0:
             return -1
         start = max(start, ready)
-    if boundary_kind != NOTHING:
-        arrival = message_end_ns[boundary_kind, boundary_stage, micro_batch]
-        if arrival < 0:
-            return -1
-        start = max(start, arrival)
         if rank_by_stage[boundary_stage] != rank:
             start += wait_ns
     return start
@@ -95,6 +96,9 @@ def run_ordered_pair_kernel(  # type: ignore[no-untyped-def]
     """
     num_ranks = offsets.shape[0] - 1
     num_stages = rank_by_stage.shape[0]
+    num_micro_batches = local_ns.shape[2]
+    plane = num_stages * num_micro_batches
+    local, departure, arrival = local_ns.reshape(-1), message_start_ns.reshape(-1), message_end_ns.reshape(-1)
     queue_free = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     free = np.zeros(num_ranks, dtype=np.int64)
     position = offsets[:-1].copy()
@@ -112,11 +116,20 @@ def run_ordered_pair_kernel(  # type: ignore[no-untyped-def]
         index = position[rank]
         while index < offsets[rank + 1]:
             stage, kind, micro_batch = stages[index], kinds[index], micro_batches[index]
-            start = _earliest_start(
-                stage, kind, micro_batch, rank, now, rank_by_stage, wait_ns, local_ns, message_end_ns
-            )
-            if start < 0:
+            # As in _earliest_start; written out, like the branch below, since calls halve the speed of this loop.
+            slot = stage * num_micro_batches + micro_batch
+            boundary_kind, boundary_stage, own_kind, _ = needed_results(stage, kind, num_stages)
+            if own_kind != NOTHING and local[own_kind * plane + slot] < 0:
                 break
+            start = now
+            if boundary_kind != NOTHING:
+                ready = arrival[boundary_kind * plane + boundary_stage * num_micro_batches + micro_batch]
+                if ready < 0:
+                    break
+                if ready > start:
+                    start = ready
+                if rank_by_stage[boundary_stage] != rank:
+                    start += wait_ns
             end = start + duration_ns[stage, kind]
             start_ns[index] = start
             end_ns[index] = end
@@ -124,24 +137,24 @@ def run_ordered_pair_kernel(  # type: ignore[no-untyped-def]
             index += 1
             if kind == 3:  # W yields nothing that others wait for
                 continue
-            # Written out here and in the loop below: as a shared function it costs a fifth of the speed.
             if kind == 0:
-                result, target_stage, transfer = FORWARD, stage + 1, forward_transfer_ns[stage]
+                target_stage, transfer = stage + 1, forward_transfer_ns[stage]
             else:
-                result, target_stage, transfer = 1, stage - 1, backward_transfer_ns[stage]
-            local_ns[result, stage, micro_batch] = end
+                target_stage, transfer = stage - 1, backward_transfer_ns[stage]
+                slot += INPUT_GRADIENT * plane
+            local[slot] = end
             if target_stage < 0 or target_stage >= num_stages:
                 continue
             target = rank_by_stage[target_stage]
             if target == rank:
-                message_start_ns[result, stage, micro_batch] = end
-                message_end_ns[result, stage, micro_batch] = end
+                departure[slot] = end
+                arrival[slot] = end
                 continue
             now += send_ns
             begin = max(end, queue_free[rank, target])
             queue_free[rank, target] = begin + transfer
-            message_start_ns[result, stage, micro_batch] = begin
-            message_end_ns[result, stage, micro_batch] = begin + transfer
+            departure[slot] = begin
+            arrival[slot] = begin + transfer
             # Only what its next op waits for lets a rank go on.
             waiting = position[target]
             if (
@@ -167,6 +180,8 @@ def _run_shared_queues(  # type: ignore[no-untyped-def]
     """Queues with several producers: ops complete in time order, so that messages enter their queue in time order."""
     num_ranks = offsets.shape[0] - 1
     num_stages = rank_by_stage.shape[0]
+    num_micro_batches = local_ns.shape[2]
+    local, departure, arrival = local_ns.reshape(-1), message_start_ns.reshape(-1), message_end_ns.reshape(-1)
     queue_free = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     free = np.zeros(num_ranks, dtype=np.int64)
     position = offsets[:-1].copy()
@@ -178,7 +193,7 @@ def _run_shared_queues(  # type: ignore[no-untyped-def]
             if running_until[rank] < 0 and index < offsets[rank + 1]:
                 start = _earliest_start(
                     stages[index], kinds[index], micro_batches[index], rank, free[rank], rank_by_stage, wait_ns,
-                    local_ns, message_end_ns,
+                    num_micro_batches, local, arrival,
                 )  # fmt: skip
                 if start >= 0:
                     start_ns[index] = start
@@ -199,21 +214,23 @@ def _run_shared_queues(  # type: ignore[no-untyped-def]
         num_done += 1
         if kind == 3:
             continue
+        slot = stage * num_micro_batches + micro_batch
         if kind == 0:
-            result, target_stage, transfer = FORWARD, stage + 1, forward_transfer_ns[stage]
+            target_stage, transfer = stage + 1, forward_transfer_ns[stage]
         else:
-            result, target_stage, transfer = 1, stage - 1, backward_transfer_ns[stage]
-        local_ns[result, stage, micro_batch] = end
+            target_stage, transfer = stage - 1, backward_transfer_ns[stage]
+            slot += INPUT_GRADIENT * num_stages * num_micro_batches
+        local[slot] = end
         if target_stage < 0 or target_stage >= num_stages:
             continue
         target = rank_by_stage[target_stage]
         if target == rank:
-            message_start_ns[result, stage, micro_batch] = end
-            message_end_ns[result, stage, micro_batch] = end
+            departure[slot] = end
+            arrival[slot] = end
             continue
         free[rank] = end + send_ns
         low, high = (0, 0) if is_single else (min(rank, target), max(rank, target))
         begin = max(end, queue_free[low, high])
         queue_free[low, high] = begin + transfer
-        message_start_ns[result, stage, micro_batch] = begin
-        message_end_ns[result, stage, micro_batch] = begin + transfer
+        departure[slot] = begin
+        arrival[slot] = begin + transfer
