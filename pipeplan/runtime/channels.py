@@ -300,6 +300,17 @@ def _ops_by_message(program: Program, rank: int) -> dict[Message, Op]:
     return found
 
 
+def close_groups() -> None:
+    """Close every process group once all ranks are here; collective, the last thing that a script does.
+
+    Without it the threads of a group may outlive the interpreter, which then aborts now and then ("terminate called
+    without an active exception") although the training went well.
+    """
+    dist.barrier()
+    _GROUP_BY_PAIR.clear()
+    torch.distributed.destroy_process_group()
+
+
 def _ensure_group(source: int, target: int, device: torch.device) -> None:
     """Create the group of an ordered pair of global ranks, once, and send a first message through it."""
     if (source, target) in _GROUP_BY_PAIR:

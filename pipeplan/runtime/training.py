@@ -24,6 +24,7 @@ from pipeplan.profile.file import read_profile
 from pipeplan.profile.types import Profile
 from pipeplan.program.trace import write_trace
 from pipeplan.resources import template_path
+from pipeplan.runtime.channels import close_groups
 from pipeplan.runtime.data import ByteText, sampled_micro_batches, text_micro_batches
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
@@ -91,6 +92,7 @@ def _train(folder: Path, options: argparse.Namespace) -> None:
         trace = engine.trace()
         if dist.get_rank() == 0:
             write_trace(trace, options.trace)
+    close_groups()
 
 
 def _resume(engine: PlannedPipelineEngine, folder: Path) -> None:
