@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from pipeplan.model.source import model_from_source
 from pipeplan.model.weights import load_weights
 from pipeplan.profile import read_profile
+from pipeplan.runtime.channels import close_groups
 from pipeplan.runtime.shared_memory import release_shared_buffers
 
 
@@ -63,6 +64,7 @@ def main() -> None:
         step_ms.append((time.perf_counter() - start) * 1000)
     if engine.global_rank == 0:
         arguments.losses.write_text(json.dumps({"losses": losses, "step_ms": step_ms}))
+    close_groups()
 
 
 if __name__ == "__main__":

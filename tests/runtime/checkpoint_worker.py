@@ -12,6 +12,7 @@ import worker
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from pipeplan.errors import PipeplanError
+from pipeplan.runtime.channels import close_groups
 
 
 def resume(case: dict[str, Any]) -> dict[str, Any]:
@@ -88,3 +89,4 @@ if __name__ == "__main__":
             "read-with-deepspeed": read_with_deepspeed,
         }
     )
+    close_groups()

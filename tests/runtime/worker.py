@@ -22,6 +22,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 import pipeplan.runtime
 from pipeplan.errors import PipeplanError
 from pipeplan.runtime import trace as runtime_trace
+from pipeplan.runtime.channels import close_groups
 
 NO_CLIPPING = 1e9  # as in the list of cases
 CASE_LIMIT_S = 150  # a case that hangs shows where, and ends the launch
@@ -207,3 +208,4 @@ def main(kinds: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = KINDS
 
 if __name__ == "__main__":
     main()
+    close_groups()
