@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +22,9 @@ def profile_links(cluster_file: Path | None, output: Path, *, json: bool, quiet:
     Raises:
         LaunchError: The launcher did not start this process.
     """
-    from pipeplan.errors import LaunchError
+    from pipeplan.cli.launched import check_launched
 
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise LaunchError(
-            "links are measured between processes that the launcher started; run: deepspeed --no_local_rank "
-            "--num_gpus N --module pipeplan profile --links -o cluster.yaml (or --hostfile FILE for several nodes)"
-        )
+    check_launched("links are measured between", "profile --links -o cluster.yaml")
 
     from pipeplan.cli.console import print_json, print_message, print_result
     from pipeplan.cli.render import rich_table

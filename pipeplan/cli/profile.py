@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,13 @@ import typer
 from pipeplan.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from pipeplan.emit.tables import Table
+    from pipeplan.model.types import ModelLayers
     from pipeplan.profile import Profile
-
-_NUM_NAMED = 3  # of the uncertain times
 _SHAPE = "Shape"
 _MEASURING = "Measuring"
 _ESTIMATING = "Estimating (GPUs that are not here)"
 _STATES = "What the optimizer keeps"
-_LINKS = "Links (started by the deepspeed launcher)"
+_LAUNCHED = "Started by the deepspeed launcher"
 
 
 def profile(
@@ -70,7 +67,11 @@ def profile(
     ] = 1,
     device_name: Annotated[
         str | None,
-        typer.Option("--device-name", help="Device type to record, such as h100-sxm.", rich_help_panel=_MEASURING),
+        typer.Option(
+            "--device-name",
+            help="Device type to record, such as h100-sxm; with --ranks also one for each rank: h100,h100,a100.",
+            rich_help_panel=_MEASURING,
+        ),
     ] = None,
     update: Annotated[
         bool,
@@ -127,13 +128,26 @@ def profile(
             rich_help_panel=_ESTIMATING,
         ),
     ] = True,
+    ranks: Annotated[
+        bool,
+        typer.Option(
+            "--ranks",
+            help="Measure on all ranks of the launch: those of one device type share its layers.",
+            rich_help_panel=_LAUNCHED,
+        ),
+    ] = False,
     links: Annotated[
         bool,
-        typer.Option("--links", help="Measure the links between ranks, not a model.", rich_help_panel=_LINKS),
+        typer.Option("--links", help="Measure the links between ranks, not a model.", rich_help_panel=_LAUNCHED),
     ] = False,
     cluster: Annotated[
         Path | None,
-        typer.Option("--cluster", help="Cluster file whose links to measure.", rich_help_panel=_LINKS),
+        typer.Option(
+            "--cluster",
+            help="Cluster file: whose links to measure, or which device type each rank is (by default what its "
+            "GPU is called).",
+            rich_help_panel=_LAUNCHED,
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -146,7 +160,11 @@ def profile(
 
     pipeplan profile jamba-v0.1 --device h100-sxm --sequence-length 4096 -o profile.yaml
 
-    With --links, started by the launcher, it measures the links between the processes into a cluster file:
+    With --ranks, started by the launcher, all processes measure, and all device types come into one profile:
+
+    deepspeed --no_local_rank --num_gpus 4 --module pipeplan profile MODEL --ranks --device cuda -o profile.yaml
+
+    With --links it measures the links between the processes into a cluster file:
 
     deepspeed --no_local_rank --num_gpus 4 --module pipeplan profile --links -o cluster.yaml
     """
@@ -155,51 +173,84 @@ def profile(
     if links:
         from pipeplan.cli.links import profile_links
 
+        if ranks:
+            raise typer.BadParameter("--links and --ranks are two launches; give one of them")
         if model is not None:
             raise typer.BadParameter("--links measures no model; leave MODEL out")
         profile_links(cluster, output, json=json, quiet=quiet)
         return
     if model is None:
         raise typer.BadParameter("name a model to profile, or give --links")
+    if cluster is not None and not ranks:
+        raise typer.BadParameter("--cluster is for --links and --ranks; give one of them")
     is_measured = device in MEASURED_DEVICES
     if is_measured and (efficiency is not None or tensor_parallel > 1 or expert_parallel > 1):
         raise typer.BadParameter("--efficiency and the parallel sizes are for estimates; name a GPU with --device")
+    if ranks:
+        from pipeplan.cli.launched import check_launched
+
+        if not is_measured:
+            raise typer.BadParameter(f"--ranks measures, and {device} is estimated, for which one process will do")
+        if cluster is not None and device_name is not None:
+            raise typer.BadParameter("--cluster and --device-name both say what the ranks are; give one of them")
+        check_launched("--ranks measures on", f"profile MODEL --ranks --device {device} -o profile.yaml")
     gpus = [] if is_measured else chosen_gpus(device)
 
     import torch
 
-    from pipeplan.cli.console import print_json, print_message, print_result, progress
-    from pipeplan.cli.render import rich_table
+    from pipeplan.cli.console import print_message, progress
+    from pipeplan.cli.costs import report_profile, silence_transformers
     from pipeplan.model.source import open_model
     from pipeplan.profile.estimate.parallel import ParallelSizes
-    from pipeplan.profile.file import profile_document, write_profile
-    from pipeplan.profile.resume import forget_partial, measure_resumably
-    from pipeplan.profile.sampling import DEFAULT_BUDGET
+    from pipeplan.profile.file import write_profile
+    from pipeplan.profile.resume import Settings, forget_partial, measure_resumably
     from pipeplan.profile.states import state_bytes, with_states
 
     chosen_dtype = dtype or ("fp32" if is_measured else "bf16")
     state_bytes(chosen_dtype, optimizer=optimizer, zero_stage=zero_stage, num_replicas=data_parallel)  # or refuse now
     torch.set_num_threads(threads)
-    with progress(f"reading {model}", quiet=quiet) as describe, _keeping(output, quiet=quiet):
+    settings = Settings(
+        device=device, micro_batch_size=micro_batch_size, sequence_length=sequence_length, dtype=chosen_dtype, seed=seed
+    )
+
+    def opened() -> ModelLayers:
         layers = open_model(model, granularity=granularity, seed=seed)
         if quiet or device != "cuda":
-            _silence_transformers()
+            silence_transformers()
+        return layers
+
+    def finished(profile: Profile) -> Profile:
+        return with_states(profile, optimizer=optimizer, zero_stage=zero_stage, num_replicas=data_parallel)
+
+    if ranks:
+        from pipeplan.cli.ranks import profile_ranks
+        from pipeplan.runtime.profiling import Task
+
+        names = () if device_name is None else tuple(name.strip() for name in device_name.split(","))
+        task = Task(
+            output=output,
+            settings=settings,
+            open_model=opened,
+            finish=finished,
+            device_names=names,
+            cluster_file=cluster,
+            time_limit_s=time_limit,
+            is_update=update,
+        )
+        profile_ranks(task, json=json, quiet=quiet)
+        return
+    with progress(f"reading {model}", quiet=quiet) as describe, _keeping(output, quiet=quiet):
+        layers = opened()
         num_layers = len(layers.layers)
-        num_distinct = len({layer.identity for layer in layers.layers})
         if is_measured:
             found = measure_resumably(
                 output,
                 layers,
-                is_update=update,
-                on_message=(lambda text: None) if quiet else print_message,
-                device=device,
-                micro_batch_size=micro_batch_size,
-                sequence_length=sequence_length,
-                dtype=chosen_dtype,
-                seed=seed,
+                settings.within(time_limit, layers),
                 device_name=device_name,
-                budget=DEFAULT_BUDGET if time_limit is None else DEFAULT_BUDGET.shared(time_limit, num_distinct),
+                is_update=update,
                 on_layer=lambda index, name: describe(f"measuring {name} ({index + 1} of {num_layers})"),
+                on_message=(lambda text: None) if quiet else print_message,
             )
         else:
             found = estimated_profile(
@@ -214,16 +265,10 @@ def profile(
                 device_name=device_name,
                 on_layer=lambda index, name: describe(f"estimating {name} ({index + 1} of {num_layers})"),
             )
-    found = with_states(found, optimizer=optimizer, zero_stage=zero_stage, num_replicas=data_parallel)
+    found = finished(found)
     write_profile(found, output)
     forget_partial(output)
-    if json:
-        print_json(profile_document(found))
-    else:
-        print_result(*(rich_table(_table(found, name)) for name in found.devices))
-    if not quiet:
-        _warn_of_spread(found)
-        print_message(f"wrote {output}")
+    report_profile(found, output, json=json, quiet=quiet)
 
 
 @contextmanager
@@ -238,74 +283,3 @@ def _keeping(output: Path, *, quiet: bool) -> Iterator[None]:
         if not quiet and partial_path(output).exists():
             print_message(f"what was measured is kept in {partial_path(output)}; the same command goes on from there")
         raise
-
-
-def _silence_transformers() -> None:
-    """Keep transformers from recommending GPU kernels; a factory's model may not use transformers at all."""
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-
-
-def _table(profile: Profile, device: str) -> Table:
-    """Return one row for each run of layers that cost the same, in model order of the first."""
-    from pipeplan.emit.tables import Table, format_gb, format_ms
-
-    names_by_row: dict[tuple[str, ...], list[str]] = {}
-    for layer in profile.layers:
-        times = layer.times(device)
-        halves = (times.input_gradient_ns, times.weight_gradient_ns)
-        row = (
-            layer.kind,
-            f"{layer.num_parameters:,}",
-            format_ms(times.forward_ns),
-            format_ms(times.backward_ns),
-            *("-" if half is None else format_ms(half) for half in halves),
-            format_gb(layer.activation_bytes),
-            format_gb(layer.held_for_w_bytes) if layer.is_splittable else "-",
-            format_gb(layer.output_bytes),
-        )
-        names_by_row.setdefault(row, []).append(layer.name)
-    return Table(
-        heading=f"{profile.model} on {device}: {profile.source}, micro-batch {profile.micro_batch_size} x "
-        f"{profile.sequence_length}, {profile.dtype}",
-        columns=(
-            "layers",
-            "kind",
-            "parameters",
-            "F",
-            "B",
-            "I",
-            "W",
-            "kept to B",
-            "kept to W",
-            "output",
-        ),
-        rows=tuple(
-            (names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} alike", *row)
-            for row, names in names_by_row.items()
-        ),
-        footnote="\n".join(
-            [
-                "Milliseconds and bytes of one micro-batch; I and W are the halves of a split backward.",
-                *profile.extra.get("notes", []),
-            ]
-        ),
-    )
-
-
-def _warn_of_spread(profile: Profile) -> None:
-    """Say which times are uncertain, and how much of all time that is."""
-    from pipeplan.cli.console import print_message
-    from pipeplan.profile.confidence import uncertain_ops
-
-    wide = uncertain_ops(profile)
-    if wide:
-        named = ", ".join(f"{one.layer} {one.op} ±{one.relative_spread:.0%}" for one in wide[:_NUM_NAMED])
-        more = f" and {len(wide) - _NUM_NAMED} more" if len(wide) > _NUM_NAMED else ""
-        share = sum(one.time_share for one in wide) / len(profile.devices)
-        print_message(
-            f"warning: {share:.0%} of the time was measured with a wide spread ({named}{more}); "
-            "is the machine busy? measure again, or give --time-limit more seconds"
-        )

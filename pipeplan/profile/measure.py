@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import pipeplan
 from pipeplan.deferral import WeightGradientStore
 from pipeplan.errors import PipeplanError, ProfileError, nearest
+from pipeplan.host_memory import keep_freed_memory
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.held import activation_bytes, tensors_in
 from pipeplan.profile.kept import UNKNOWN, MeasuredLayer, OpTime, layer_key
@@ -31,6 +33,7 @@ from pipeplan.profile.passes import (
 )
 from pipeplan.profile.routing import routed, routes_tokens
 from pipeplan.profile.sampling import DEFAULT_BUDGET, Clock, SamplingBudget, clock_for, sample
+from pipeplan.profile.sharing import SharedLayers
 from pipeplan.profile.states import state_bytes
 from pipeplan.profile.types import LayerProfile, Profile
 
@@ -55,6 +58,7 @@ def measure_profile(
     state_bytes_per_parameter: float | None = None,
     budget: SamplingBudget = DEFAULT_BUDGET,
     measured: MutableMapping[str, MeasuredLayer] | None = None,
+    sharing: SharedLayers | None = None,
     on_layer: OnLayer | None = None,
     on_measured: OnMeasured | None = None,
 ) -> Profile:
@@ -71,6 +75,8 @@ def measure_profile(
         state_bytes_per_parameter: Weights, gradients, master weights and moments; by default AdamW's on one replica.
         measured: Results by key, as ``kept.kept_layers`` reads them from a profile; found ones are used, new ones are
             put in, and stay there if a later layer fails.
+        sharing: Deals out what is to be measured among this and other ranks, which all call this; each returns the
+            whole profile.
 
     Raises:
         ProfileError: A layer can't run on this device or in this dtype, or memory ran out; names the layer.
@@ -80,15 +86,17 @@ def measure_profile(
     target = _usable_device(device)
     name = recorded_name(device, device_name)
     measured = {} if measured is None else measured
+    if target.type == "cpu":
+        keep_freed_memory()  # as the runtime does
     clock = clock_for(target)
     setting = _Setting(target, DTYPES[dtype], clock, budget, call_overhead_ns(clock, target))
     inputs, labels = model.sample_batch(micro_batch_size, sequence_length, seed)
     labels = _cast(labels, target, None)
     chain = _Chain(_cast(inputs, target, setting.dtype), setting)
-    layers: list[LayerProfile] = []
-    notes: dict[str, dict[str, Any]] = {}
+    visited: list[tuple[LayerSource, str]] = []
 
     def profile() -> Profile:
+        known = [(source, key, measured[key]) for source, key in visited if key in measured]
         return Profile(
             model=model.name,
             source="measured",
@@ -98,27 +106,48 @@ def measure_profile(
             state_bytes_per_parameter=(
                 state_bytes(dtype).per_parameter if state_bytes_per_parameter is None else state_bytes_per_parameter
             ),
-            layers=tuple(layers),
+            layers=tuple(_layer_profile(source, one, name) for source, _, one in known),
             model_source=model.source,
-            extra={"software": measuring_software(device), "layers": dict(notes)},
+            extra={
+                "software": measuring_software(device),
+                "layers": {source.name: one.notes(key, name) for source, key, one in known},
+            },
         )
 
+    elsewhere: set[str] = set()  # keys that another rank measures
+    workshop = _Workshop(setting, dtype, name)
     for index, source in enumerate(model.layers):
         if on_layer is not None:
             on_layer(index, source.name)
         is_last = index == len(model.layers) - 1
-        finish = (lambda outputs: model.loss_function(outputs, labels)) if is_last else None
         key = layer_key(source.identity, chain.signature, has_loss=is_last)
+        visited.append((source, key))
+        if sharing is not None and key not in measured and (key in elsewhere or not sharing.takes(index, key)):
+            elsewhere.add(key)
+            if is_last:
+                break
+            own = sharing.next_own(index)
+            if own is not None:
+                workshop.prepare(model.layers[own])
+            chain.advance(source, key, sharing.output_tensors(key), fetch=partial(sharing.outputs, key))
+            continue
         is_new = key not in measured
         if is_new:
             value = chain.value(dtype, name)
+            built = workshop.take(source)
+            finish = (lambda outputs: model.loss_function(outputs, labels)) if is_last else None
+            on_outputs = None if sharing is None or is_last else partial(sharing.post_outputs, key)
             with _naming(source, dtype, name):
-                measured[key] = _measure_layer(source, value, finish, setting)
-        chain.advance(source, key, measured[key])
-        layers.append(_layer_profile(source, measured[key], name))
-        notes[source.name] = measured[key].notes(key, name)
+                measured[key] = _measure_layer(source, built, value, finish, setting, on_outputs)
+            del built, value
+            if sharing is not None:
+                sharing.post_result(key, measured[key])
+        chain.advance(source, key, measured[key].output_tensors, measured[key].outputs)
         if is_new and on_measured is not None:
             on_measured(profile())
+    for key in elsewhere:
+        assert sharing is not None
+        measured[key] = sharing.result(key)
     return profile()
 
 
@@ -145,33 +174,79 @@ class _Setting:
 
 
 class _Chain:
-    """What the next layer runs on. Layers whose results were kept run only where one behind them is to be measured."""
+    """What the next layer runs on.
+
+    Layers that this process didn't measure run only where one behind them is to be measured here, and not where
+    another rank has what they returned.
+    """
 
     def __init__(self, value: Any, setting: _Setting) -> None:
         self.signature = signature(value)
         self._value = value
         self._setting = setting
-        self._skipped: dict[str, LayerSource] = {}  # by key, since layers of one key hand on the same
+        # By key, since layers of one key hand on the same: what to run, or where to get what it returned.
+        self._skipped: dict[str, tuple[LayerSource, Callable[[], Any] | None]] = {}
 
-    def advance(self, source: LayerSource, key: str, measured: MeasuredLayer) -> None:
-        """Go on behind a layer."""
-        self.signature = ", ".join(measured.output_tensors)
-        if measured.outputs is not UNKNOWN:
-            self._value = measured.outputs
+    def advance(
+        self,
+        source: LayerSource,
+        key: str,
+        output_tensors: Sequence[str],
+        outputs: Any = UNKNOWN,
+        fetch: Callable[[], Any] | None = None,
+    ) -> None:
+        """Go on behind a layer that returned ``outputs``; without them, ``fetch`` gets them from elsewhere."""
+        self.signature = ", ".join(output_tensors)
+        if outputs is not UNKNOWN:
+            self._value = outputs
             self._skipped.clear()
         elif key in self._skipped:
             for later in list(self._skipped)[list(self._skipped).index(key) + 1 :]:
                 del self._skipped[later]
         else:
-            self._skipped[key] = source
+            self._skipped[key] = (source, fetch)
 
     def value(self, dtype: str, device: str) -> Any:
         """Return it, on the device; raises as ``measure_profile`` does."""
-        for source in self._skipped.values():
+        to_run: list[LayerSource] = []
+        for source, fetch in reversed(self._skipped.values()):
+            if fetch is not None:
+                self._value = _detached(fetch())
+                break
+            to_run.append(source)
+        for source in reversed(to_run):
             with _naming(source, dtype, device):
                 self._value = _detached(_build(source, self._setting)(self._value))
         self._skipped.clear()
         return self._value
+
+
+class _Workshop:
+    """Builds layers, one of them ahead of its turn."""
+
+    def __init__(self, setting: _Setting, dtype: str, device: str) -> None:
+        self._setting = setting
+        self._dtype = dtype
+        self._device = device
+        self._prepared: tuple[LayerSource, Layer] | None = None
+
+    def prepare(self, source: LayerSource) -> None:
+        """Build the layer that will be taken next, unless it is built; raises as ``measure_profile`` does."""
+        if self._prepared is None or self._prepared[0] is not source:
+            self._prepared = None  # before the next one takes its place in memory
+            self._prepared = (source, self._build(source))
+
+    def take(self, source: LayerSource) -> Layer:
+        """Return the layer, and keep none; raises as ``measure_profile`` does."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] is source:
+            return prepared[1]
+        del prepared
+        return self._build(source)
+
+    def _build(self, source: LayerSource) -> Layer:
+        with _naming(source, self._dtype, self._device):
+            return _build(source, self._setting)
 
 
 def _build(source: LayerSource, setting: _Setting) -> Layer:
@@ -187,9 +262,13 @@ _RECOMPUTED, _SKEWED = "recomputed ", "skewed "  # before an op's name, while al
 
 
 def _measure_layer(
-    source: LayerSource, value: Any, finish: Callable[[Any], Tensor] | None, setting: _Setting
+    source: LayerSource,
+    built: Layer,
+    value: Any,
+    finish: Callable[[Any], Tensor] | None,
+    setting: _Setting,
+    on_outputs: Callable[[Any, tuple[str, ...]], None] | None,
 ) -> MeasuredLayer:
-    built = _build(source, setting)
     has_experts = routes_tokens(source.kind)
     layer = routed(built, is_skewed=False) if has_experts else built
 
@@ -209,12 +288,14 @@ def _measure_layer(
     described = tensors_in(outputs)
     output_tensors = tuple(describe(tensor) for tensor in described)
     output_bytes = sum(tensor.numel() * tensor.element_size() for tensor in described)
+    detached = _detached(outputs)
+    if on_outputs is not None:
+        on_outputs(detached, output_tensors)
     roots = [tensor for tensor in described if tensor.requires_grad]
     gradients = [gradient_of(root) for root in roots]
     if roots:
         torch.autograd.backward(roots, gradients)  # .grad exists from here on, as for all micro-batches but the first
-    outputs = _detached(outputs)
-    del described, roots  # and with them the graph
+    del outputs, described, roots  # and with them the graph
 
     store = WeightGradientStore()
 
@@ -254,7 +335,7 @@ def _measure_layer(
         time_by_op=time_by_op(""),
         recompute_ns_by_op={op: time.median_ns for op, time in time_by_op(_RECOMPUTED).items()},
         skewed_ns_by_op={op: time.median_ns for op, time in time_by_op(_SKEWED).items()},
-        outputs=outputs,
+        outputs=detached,
     )
 
 

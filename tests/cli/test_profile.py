@@ -121,13 +121,35 @@ def test_merge(run: Run, tmp_path: Path) -> None:
     assert read_profile(both).micro_batch_size == 3
 
 
-def test_without_the_launcher(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started alone, the command says how it is started; nothing is written."""
+@pytest.mark.parametrize("arguments", [("--links",), ("tiny-llama", "--ranks")])
+def test_without_the_launcher(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Started alone, what needs several processes says how it is started; nothing is written."""
     monkeypatch.delenv("RANK", raising=False)
-    outcome = run("profile", "--links", "-o", tmp_path / "cluster.yaml")
+    outcome = run("profile", *arguments, "-o", tmp_path / "out.yaml")
     assert outcome.status == 1
-    assert "deepspeed --no_local_rank --num_gpus N --module pipeplan profile --links" in outcome.err
-    assert not (tmp_path / "cluster.yaml").exists()
+    assert "deepspeed --no_local_rank --num_gpus N --module pipeplan profile" in outcome.err
+    assert arguments[-1] in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--ranks", "--links"), "two launches"),
+        (("tiny-llama", "--ranks", "--device", "h100-sxm"), "h100-sxm is estimated"),
+        (("tiny-llama", "--ranks", "--cluster", "c.yaml", "--device-name", "a"), "--device-name"),
+        (("tiny-llama", "--cluster", "c.yaml"), "--ranks"),
+        (("--ranks",), "name a model"),
+    ],
+)
+def test_what_can_not_go_with_ranks(run: Run, tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:
+    """Options that contradict each other are wrong usage, and the message says which."""
+    outcome = run("profile", *arguments, "-o", tmp_path / "x")
+    assert outcome.status == 2
+    assert word in " ".join(outcome.err.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_links_measure_no_model(run: Run, tmp_path: Path) -> None:

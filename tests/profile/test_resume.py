@@ -13,7 +13,7 @@ from torch import nn
 from pipeplan.errors import ProfileError
 from pipeplan.model.types import LayerSource
 from pipeplan.profile import Profile, read_profile, write_profile
-from pipeplan.profile.resume import forget_partial, measure_resumably, partial_path
+from pipeplan.profile.resume import Settings, forget_partial, measure_resumably, partial_path
 from tests.profile.test_measure import BATCH, HIDDEN, ONCE, WIDTH, Failing, model, source
 
 torch.set_num_threads(1)
@@ -35,8 +35,10 @@ class Counted:
 def run(output: Path, *layers: LayerSource, **settings: Any) -> tuple[Profile, list[str]]:
     """Measure; returns the profile and the messages."""
     messages: list[str] = []
-    settings = {"device": "cpu", "micro_batch_size": BATCH, "sequence_length": 1, "dtype": "fp32", **settings}
-    found = measure_resumably(output, model(*layers), budget=ONCE, on_message=messages.append, **settings)
+    chosen = Settings(
+        device="cpu", micro_batch_size=BATCH, sequence_length=1, dtype=settings.pop("dtype", "fp32"), budget=ONCE
+    )
+    found = measure_resumably(output, model(*layers), chosen, on_message=messages.append, **settings)
     return found, messages
 
 

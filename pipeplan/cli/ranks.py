@@ -1,0 +1,38 @@
+"""``pipeplan profile MODEL --ranks``: all ranks of a launch measure, each its share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from pipeplan.runtime.profiling import Task
+
+
+def profile_ranks(task: Task, *, json: bool, quiet: bool) -> None:
+    """Measure on every process of the launch; rank 0 writes and prints the profile, whoever fails says why."""
+    from pipeplan.cli.console import print_message, progress
+    from pipeplan.cli.costs import report_profile
+    from pipeplan.errors import LaunchError
+    from pipeplan.profile.resume import partial_paths
+    from pipeplan.runtime.profiling import profile_on_ranks
+
+    is_first = os.environ["RANK"] == "0"
+    try:
+        with progress("measuring", quiet=quiet or not is_first) as describe:
+            found = profile_on_ranks(
+                task,
+                on_error=lambda sentence: print_message(f"error: {sentence}"),
+                on_layer=lambda index, name: describe(f"measuring {name} on several ranks"),
+                on_message=(lambda text: None) if quiet else print_message,
+            )
+    except BaseException as error:
+        if is_first and not quiet and partial_paths(task.output):
+            print_message(f"what was measured is kept beside {task.output}; the same command goes on from there")
+        if isinstance(error, LaunchError) and not os.environ.get("PIPEPLAN_DEBUG"):
+            raise typer.Exit(1) from error
+        raise
+    if found is not None:
+        report_profile(found, task.output, json=json, quiet=quiet)
