@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer.main
 
+import pipeplan.runtime
 from pipeplan.cli.app import app
 from pipeplan.emit.comparison import compare_with_baselines
 from pipeplan.emit.folder import EMITTED_FILES
@@ -54,9 +55,12 @@ def test_plan_folder_is_described() -> None:
 
 
 def test_diff_changes_two_lines() -> None:
-    """The diff for existing scripts takes two lines out."""
+    """The diff for existing scripts takes two lines out, and what it puts in is public."""
     [diff] = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
     assert sum(line.startswith("-") for line in diff.splitlines()) == 2
+    used = set(re.findall(r"pipeplan\.runtime\.(\w+)", diff))
+    assert used == {"PlannedPipelineModule", "initialize", "close_groups"}
+    assert all(callable(getattr(pipeplan.runtime, name)) for name in used)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Runs plans on DeepSpeed; the only package that imports it.
 
 A DeepSpeed pipeline script changes two lines: the module class becomes ``PlannedPipelineModule`` and the call
-becomes ``pipeplan.runtime.initialize``. Everything is imported on first use, so that importing this package is free.
+becomes ``pipeplan.runtime.initialize``; its last line is ``close_groups()``. Everything is imported on first use, so
+that importing this package is free.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ _HOMES = {
     "PlannedPipelineModule": "module",
     "PlannedSchedule": "schedule",
     "RunnablePlan": "loading",
+    "close_groups": "channels",
     "initialize": "launch",
     "load_runnable_plan": "loading",
 }
@@ -23,6 +25,7 @@ __all__ = [
     "PlannedPipelineModule",
     "PlannedSchedule",
     "RunnablePlan",
+    "close_groups",
     "initialize",
     "load_runnable_plan",
 ]

@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 from pipeplan.model.source import model_from_source
 from pipeplan.model.weights import load_weights
 from pipeplan.profile import read_profile
-from pipeplan.runtime.channels import close_groups
+from pipeplan.runtime import close_groups
 from pipeplan.runtime.shared_memory import release_shared_buffers
 
 
