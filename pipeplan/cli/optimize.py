@@ -93,6 +93,7 @@ def optimize(
     from pipeplan.emit.tables import comparison_table
     from pipeplan.plan.layout import Partition, Placement
     from pipeplan.profile import read_profile
+    from pipeplan.profile.states import states_of_other_replicas
     from pipeplan.program.verify import verify_plan
     from pipeplan.search import optimize as search
     from pipeplan.simulate import simulate
@@ -110,6 +111,9 @@ def optimize(
         link_gb_per_s=link_gb_per_s,
         data_parallel=data_parallel,
     )
+    other_states = states_of_other_replicas(costs, where.num_replicas)
+    if other_states is not None and not quiet:
+        print_message(f"warning: {other_states}")
     with progress("searching", quiet=quiet) as update:
         result = search(
             costs,

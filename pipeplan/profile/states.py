@@ -100,3 +100,27 @@ def with_states(profile: Profile, *, optimizer: str, zero_stage: int | None, num
         "data_parallel": num_replicas,
     }
     return replace(profile, state_bytes_per_parameter=states.per_parameter, extra={**profile.extra, "states": note})
+
+
+def states_of_other_replicas(profile: Profile, num_replicas: int) -> str | None:
+    """Return why the profile's bytes of state are not those of ``num_replicas``, and what to do; ``None`` if they are.
+
+    A profile that doesn't say what its states are for is taken at its word.
+    """
+    note = profile.extra.get("states")
+    if note is None or note["data_parallel"] == num_replicas:
+        return None
+    try:
+        wanted = state_bytes(
+            profile.dtype, optimizer=note["optimizer"], zero_stage=note["zero_stage"], num_replicas=num_replicas
+        ).per_parameter
+    except ProfileError:  # of something that pipeplan doesn't know, written by hand
+        return None
+    if wanted == profile.state_bytes_per_parameter:  # nothing is sharded
+        return None
+    update = " --update (nothing is measured again)" if profile.source == "measured" else ""
+    return (
+        f"the profile counts {profile.state_bytes_per_parameter:g} bytes of state a parameter, for data parallelism of "
+        f"{note['data_parallel']}, but the cluster has {num_replicas}, which take {wanted:g}: the memory of every rank "
+        f"is wrong by that much; profile again with --data-parallel {num_replicas}{update}"
+    )

@@ -12,6 +12,8 @@ import pytest
 import pipeplan.search
 from pipeplan.cluster import read_cluster
 from pipeplan.plan.folder import load_plan
+from pipeplan.profile import read_profile, write_profile
+from pipeplan.profile.states import with_states
 from pipeplan.program.trace import RankTrace, TimedInstruction, Trace, write_trace
 from pipeplan.program.types import Compute
 from pipeplan.search import SearchResult
@@ -106,6 +108,31 @@ def test_cluster_file_and_memory_cap(run: Run, tmp_path: Path) -> None:
     capped = read_cluster(tmp_path / "b" / "cluster.yaml")
     assert [rank.memory_bytes for rank in capped.ranks] == [200_000_000_000] * 2
     assert capped.ranks[1].slowdown == 1.5
+
+
+@pytest.mark.parametrize(
+    ("recorded", "launched", "words"),
+    [
+        # bf16 with ZeRO-1 and AdamW: 2 + 4 + (4 + 8) / replicas
+        (1, 2, ("warning:", "18 bytes", "which take 12", "--data-parallel 2 --update")),
+        (4, 1, ("warning:", "9 bytes", "which take 18", "--data-parallel 1 --update")),
+        (2, 2, ()),
+        (None, 2, ()),
+    ],
+)
+def test_states_for_other_replicas_are_warned_of(
+    run: Run, tmp_path: Path, recorded: int | None, launched: int, words: tuple[str, ...]
+) -> None:
+    """Where the profile shares states among another number of replicas than the cluster has, optimize says so."""
+    costs = replace(read_profile(GOLDEN_PROFILE), dtype="bf16", source="measured")
+    if recorded is not None:
+        costs = with_states(costs, optimizer="adamw", zero_stage=1, num_replicas=recorded)
+    write_profile(costs, tmp_path / "profile.yaml")
+    options = (*OPTIONS, "--data-parallel", launched)
+    outcome = run("optimize", tmp_path / "profile.yaml", *options, "-o", tmp_path / "plan")
+    assert outcome.status == 0, outcome.err
+    assert all(word in outcome.err for word in words), outcome.err
+    assert ("bytes of state" in outcome.err) == bool(words)
 
 
 def test_fixed_partition_and_placement(run: Run, tmp_path: Path) -> None:
