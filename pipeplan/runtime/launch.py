@@ -13,6 +13,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from pipeplan.deepspeed_config import DIGEST_KEY, precision, refuse_unsupported
 from pipeplan.errors import LaunchError
+from pipeplan.host_memory import keep_freed_memory
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
 
@@ -72,6 +73,8 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
+    if get_accelerator().device_name() == "cpu":
+        keep_freed_memory()
     content = _load_config(args, config if config is not None else config_params)
     refuse_unsupported(content)
     refuse_missing_arithmetic(content, get_accelerator())
