@@ -108,15 +108,17 @@ class Board:
         """Leave when all ranks do, or before long; rank 0, which has the store, goes last."""
         self._has_left.set()
         self._heart.join()
-        left = [f"left/{rank}" for rank in range(self.num_ranks)]
         with suppress(RuntimeError):
-            self._store.set(left[self.rank], "")
+            self._store.set(f"left/{self.rank}", "")
             if self.rank == 0:
-                self._watch(lambda: self._store.check(left), _LEAVE_LIMIT_S)
+                self._watch(self._is_nobody_here, _LEAVE_LIMIT_S)
                 self._store.set("closed", "")
                 self._watch(lambda: self._store.add("gone", 0) == self.num_ranks - 1, _GOODBYE_LIMIT_S)
             elif self._watch(lambda: self._store.check(["closed"]), _LEAVE_LIMIT_S + _GOODBYE_LIMIT_S):
                 self._store.add("gone", 1)
+
+    def _is_nobody_here(self) -> bool:
+        return all(self._store.check([f"left/{rank}"]) or self._is_silent(rank) for rank in range(self.num_ranks))
 
     def _watch(self, is_so: Callable[[], bool], limit_s: float) -> bool:
         """Wait until something is so; returns whether it is."""
@@ -151,17 +153,20 @@ class Board:
             raise OtherRankError(self._store.get("failure").decode())
 
     def _check_signs_of_life(self) -> None:
-        now_s = time.monotonic()
-        for rank in set(range(self.num_ranks)) - {self.rank}:
-            beats = int(self._store.add(f"beats/{rank}", 0))
-            last_beats, since_s = self._last_signs.get(rank, (-1, now_s))
-            if beats != last_beats:
-                self._last_signs[rank] = (beats, now_s)
-            elif now_s - since_s > self._silence_limit_s:
+        for rank in range(self.num_ranks):
+            if self._is_silent(rank):
                 raise LaunchError(
                     f"rank {rank} has not been heard of for {self._silence_limit_s:g} s; was it killed, or did its "
                     "host run out of memory?"
                 )
+
+    def _is_silent(self, rank: int) -> bool:
+        beats, now_s = int(self._store.add(f"beats/{rank}", 0)), time.monotonic()
+        last_beats, since_s = self._last_signs.get(rank, (-1, now_s))
+        if beats != last_beats:
+            self._last_signs[rank] = (beats, now_s)
+            return False
+        return rank != self.rank and now_s - since_s > self._silence_limit_s
 
     def _beat(self, store: Any) -> None:
         with suppress(RuntimeError):  # without a store there is nobody to hear it

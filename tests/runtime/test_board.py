@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from pipeplan.errors import LaunchError, ProfileError
+from pipeplan.runtime import board as board_module
 from pipeplan.runtime.board import Board, OtherRankError, leaving_together
 
 LIMIT_S = 60
@@ -63,11 +65,21 @@ def test_a_failure_ends_work_too() -> None:
 
 
 def test_a_silent_rank_is_named() -> None:
-    """A rank that is gone without a word ends the waiting, although others live."""
+    """A rank that is gone without a word ends the waiting, although others live, and nobody waits for it to leave."""
     store = HashStore()
-    boards = [Board(store, rank, 3, silence_limit_s=1.0) for rank in (0, 1)]
-    with pytest.raises(LaunchError, match="rank 2 has not been heard of for 1 s"):
-        boards[0].read("what never comes")
+
+    def rank(number: int) -> tuple[LaunchError, float]:
+        board = Board(store, number, 3, silence_limit_s=1.0)
+        with pytest.raises(LaunchError) as caught, leaving_together(board, lambda sentence: None):
+            board.read("what never comes")
+        return caught.value, time.monotonic()
+
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(rank, range(2), timeout=LIMIT_S))
+    for error, end_s in results:
+        assert "rank 2 has not been heard of for 1 s" in str(error)
+        assert end_s - start_s < board_module._LEAVE_LIMIT_S / 2
 
 
 def test_waiting_ends_when_nobody_gets_on() -> None:
