@@ -99,10 +99,12 @@ class Board:
             self._check_failure()
             self._store.add("steps", 1)
 
-    def fail(self, sentence: str) -> None:
-        """Let every other rank's next look at the board fail."""
+    def fail(self, reason: str) -> bool:
+        """Let every other rank's next look at the board fail; returns whether no other has failed for that reason."""
         with suppress(RuntimeError):
-            self._store.set("failure", sentence)
+            self._store.set("failure", f"rank {self.rank}: {reason}")
+            return int(self._store.add(f"failure/{reason}", 1)) == 1
+        return True
 
     def leave(self) -> None:
         """Leave when all ranks do, or before long; rank 0, which has the store, goes last."""
@@ -193,7 +195,8 @@ def leaving_together(board: Board, on_error: Callable[[str], None]) -> Iterator[
     """Leave the board with all other ranks; what goes wrong inside on one ends the others at their next look.
 
     Args:
-        on_error: Called on the rank that fails, with a sentence that names it, before any rank ends.
+        on_error: Called on the rank that fails, with a sentence that names it, before any rank ends; on one rank where
+            several fail for the same reason.
 
     Raises:
         LaunchError: Any ``PipeplanError`` from inside, with the rank before it.
@@ -206,12 +209,12 @@ def leaving_together(board: Board, on_error: Callable[[str], None]) -> Iterator[
         raise
     except PipeplanError as error:
         sentence = f"rank {board.rank}: {error}"
-        on_error(sentence)
-        board.fail(sentence)
+        if board.fail(str(error)):
+            on_error(sentence)
         board.leave()
         raise LaunchError(sentence) from error
     except BaseException as error:
-        board.fail(f"rank {board.rank}: {type(error).__name__}: {error}")
+        board.fail(f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
             board.leave()
         raise

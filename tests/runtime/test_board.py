@@ -54,12 +54,26 @@ def test_a_failure_ends_the_waiting_of_others() -> None:
     assert str(first) == str(second) == said[0]
 
 
+def test_one_reason_is_said_once() -> None:
+    """Where all ranks fail alike, as with a misspelt model, one of them says so; another reason is said as well."""
+    store = HashStore()
+    said: list[str] = []
+
+    def rank(number: int) -> None:
+        with pytest.raises(LaunchError), leaving_together(Board(store, number, 3), said.append):
+            raise ProfileError("no such model" if number < 2 else "no such folder")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(rank, range(3), timeout=LIMIT_S))
+    assert sorted(sentence.partition(": ")[2] for sentence in said) == ["no such folder", "no such model"]
+
+
 def test_a_failure_ends_work_too() -> None:
     """A rank that waits for nothing hears of it when it gets on."""
     store = HashStore()
     board = Board(store, 0, 2)
     board.get_on()
-    Board(store, 1, 2).fail("rank 1: is out of memory")
+    Board(store, 1, 2).fail("is out of memory")
     with pytest.raises(OtherRankError, match="rank 1: is out of memory"):
         board.get_on()
 
