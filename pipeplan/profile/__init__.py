@@ -1,9 +1,9 @@
 """What each layer costs on each device, and how it is found out.
 
-Types and file here need no torch. ``measure`` runs layers on this machine (``passes``, ``sampling``, ``held``,
-``routing``), ``resume`` goes on where it stopped (``kept``), ``sharing`` deals layers out among ranks, ``estimate`` is
-for GPUs that are not here. ``merge`` puts profiles together, ``states`` counts what an optimizer keeps, ``confidence``
-says how far to trust a measurement; ``links`` and ``draft`` are about the cluster.
+Types and file here need no torch. ``measure`` runs layers on this machine (``chain``, ``passes``, ``sampling``,
+``held``, ``routing``), ``resume`` goes on where it stopped (``kept``), ``sharing`` deals layers out among ranks,
+``estimate`` is for GPUs that are not here. ``merge`` puts profiles together, ``states`` counts what an optimizer
+keeps, ``confidence`` says how far to trust a measurement; ``links`` and ``draft`` are about the cluster.
 """
 
 from pipeplan.profile.file import profile_digest, read_profile, write_profile

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeplan
 from pipeplan.deferral import WeightGradientStore
-from pipeplan.errors import PipeplanError, ProfileError, nearest
+from pipeplan.errors import ProfileError, nearest
 from pipeplan.host_memory import keep_freed_memory
 from pipeplan.model.types import LayerSource, ModelLayers
+from pipeplan.profile.chain import Chain, Layer, Place, Workshop, detach
 from pipeplan.profile.held import activation_bytes, tensors_in
-from pipeplan.profile.kept import UNKNOWN, MeasuredLayer, OpTime, layer_key
+from pipeplan.profile.kept import MeasuredLayer, OpTime, layer_key
 from pipeplan.profile.passes import (
     Pass,
     call_overhead_ns,
     describe,
     gradient_of,
     measure_bytes,
-    signature,
     timed_round,
     without_collection,
 )
@@ -39,7 +39,6 @@ from pipeplan.profile.types import LayerProfile, Profile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Layer = Callable[[Any], Any]
 OnLayer = Callable[[int, str], None]
 """``on_layer(index, name)``: called before each layer."""
 OnMeasured = Callable[[Profile], None]
@@ -89,10 +88,11 @@ def measure_profile(
     if target.type == "cpu":
         keep_freed_memory()  # as the runtime does
     clock = clock_for(target)
-    setting = _Setting(target, DTYPES[dtype], clock, budget, call_overhead_ns(clock, target))
+    setting = _Setting(target, clock, budget, call_overhead_ns(clock, target))
+    place = Place(device=target, device_type=name, dtype=DTYPES[dtype], dtype_name=dtype)
     inputs, labels = model.sample_batch(micro_batch_size, sequence_length, seed)
     labels = _cast(labels, target, None)
-    chain = _Chain(_cast(inputs, target, setting.dtype), setting)
+    chain = Chain(_cast(inputs, target, place.dtype), place)
     visited: list[tuple[LayerSource, str]] = []
 
     def profile() -> Profile:
@@ -115,7 +115,7 @@ def measure_profile(
         )
 
     elsewhere: set[str] = set()  # keys that another rank measures
-    workshop = _Workshop(setting, dtype, name)
+    workshop = Workshop(place)
     for index, source in enumerate(model.layers):
         if on_layer is not None:
             on_layer(index, source.name)
@@ -133,11 +133,11 @@ def measure_profile(
             continue
         is_new = key not in measured
         if is_new:
-            value = chain.value(dtype, name)
+            value = chain.value()
             built = workshop.take(source)
             finish = (lambda outputs: model.loss_function(outputs, labels)) if is_last else None
             on_outputs = None if sharing is None or is_last else partial(sharing.post_outputs, key)
-            with _naming(source, dtype, name):
+            with place.naming(source):
                 measured[key] = _measure_layer(source, built, value, finish, setting, on_outputs)
             del built, value
             if sharing is not None:
@@ -167,95 +167,9 @@ def measuring_software(device: str) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class _Setting:
     device: torch.device
-    dtype: torch.dtype
     clock: Clock
     budget: SamplingBudget
     overhead_ns_by_op: Mapping[str, int]
-
-
-class _Chain:
-    """What the next layer runs on.
-
-    Layers that this process didn't measure run only where one behind them is to be measured here, and not where
-    another rank has what they returned.
-    """
-
-    def __init__(self, value: Any, setting: _Setting) -> None:
-        self.signature = signature(value)
-        self._value = value
-        self._setting = setting
-        # By key, since layers of one key hand on the same: what to run, or where to get what it returned.
-        self._skipped: dict[str, tuple[LayerSource, Callable[[], Any] | None]] = {}
-
-    def advance(
-        self,
-        source: LayerSource,
-        key: str,
-        output_tensors: Sequence[str],
-        outputs: Any = UNKNOWN,
-        fetch: Callable[[], Any] | None = None,
-    ) -> None:
-        """Go on behind a layer that returned ``outputs``; without them, ``fetch`` gets them from elsewhere."""
-        self.signature = ", ".join(output_tensors)
-        if outputs is not UNKNOWN:
-            self._value = outputs
-            self._skipped.clear()
-        elif key in self._skipped:
-            for later in list(self._skipped)[list(self._skipped).index(key) + 1 :]:
-                del self._skipped[later]
-        else:
-            self._skipped[key] = (source, fetch)
-
-    def value(self, dtype: str, device: str) -> Any:
-        """Return it, on the device; raises as ``measure_profile`` does."""
-        to_run: list[LayerSource] = []
-        for source, fetch in reversed(self._skipped.values()):
-            if fetch is not None:
-                self._value = _detached(fetch())
-                break
-            to_run.append(source)
-        for source in reversed(to_run):
-            with _naming(source, dtype, device):
-                self._value = _detached(_build(source, self._setting)(self._value))
-        self._skipped.clear()
-        return self._value
-
-
-class _Workshop:
-    """Builds layers, one of them ahead of its turn."""
-
-    def __init__(self, setting: _Setting, dtype: str, device: str) -> None:
-        self._setting = setting
-        self._dtype = dtype
-        self._device = device
-        self._prepared: tuple[LayerSource, Layer] | None = None
-
-    def prepare(self, source: LayerSource) -> None:
-        """Build the layer that will be taken next, unless it is built; raises as ``measure_profile`` does."""
-        if self._prepared is None or self._prepared[0] is not source:
-            self._prepared = None  # before the next one takes its place in memory
-            self._prepared = (source, self._build(source))
-
-    def take(self, source: LayerSource) -> Layer:
-        """Return the layer, and keep none; raises as ``measure_profile`` does."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] is source:
-            return prepared[1]
-        del prepared
-        return self._build(source)
-
-    def _build(self, source: LayerSource) -> Layer:
-        with _naming(source, self._dtype, self._device):
-            return _build(source, self._setting)
-
-
-def _build(source: LayerSource, setting: _Setting) -> Layer:
-    built = source.build()
-    return built.to(setting.device, setting.dtype).train() if isinstance(built, nn.Module) else built
-
-
-def _detached(outputs: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
 
 
 _RECOMPUTED, _SKEWED = "recomputed ", "skewed "  # before an op's name, while all ways are sampled together
@@ -288,7 +202,7 @@ def _measure_layer(
     described = tensors_in(outputs)
     output_tensors = tuple(describe(tensor) for tensor in described)
     output_bytes = sum(tensor.numel() * tensor.element_size() for tensor in described)
-    detached = _detached(outputs)
+    detached = detach(outputs)
     if on_outputs is not None:
         on_outputs(detached, output_tensors)
     roots = [tensor for tensor in described if tensor.requires_grad]
@@ -369,25 +283,6 @@ def device_name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
-
-
-@contextmanager
-def _naming(source: LayerSource, dtype: str, device: str) -> Iterator[None]:
-    """Turn what goes wrong inside into a ``ProfileError`` that names the layer."""
-    where = f"layer {source.name!r} ({source.kind})"
-    try:
-        yield
-    except PipeplanError:
-        raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ProfileError(
-            f"{where} does not fit in the memory of {device}; use a smaller --micro-batch-size or --sequence-length"
-        ) from error
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise ProfileError(
-            f"{where} can't run in {dtype} on {device}: {reason[0] if reason else type(error).__name__}"
-        ) from error
 
 
 def _layer_profile(source: LayerSource, measured: MeasuredLayer, device: str) -> LayerProfile:
