@@ -62,6 +62,22 @@ def test_what_was_measured_before_a_failure_is_used(tmp_path: Path) -> None:
     assert not partial_path(output).exists()
 
 
+def test_another_failure_loses_nothing(tmp_path: Path) -> None:
+    """A second run that measures one layer and fails before it comes to the kept ones leaves those in the file."""
+    output = tmp_path / "profile.yaml"
+    second, third = Counted("second").source, Counted("third").source
+    bad = source("bad", lambda: Failing(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(ProfileError, match="layer 'bad'"):
+        run(output, Counted("first").source, second, replace(third, keep_with_previous=True), bad)
+    before = read_profile(partial_path(output))
+    changed = source("first", Counted("first").build, identity="changed")
+    with pytest.raises(ProfileError, match="layer 'bad'"):
+        run(output, changed, bad, second, third)
+    after, _ = run(output, changed, second, replace(third, keep_with_previous=True), source("end", lambda: lambda v: v))
+    assert after.layers[0].times("cpu") != before.layers[0].times("cpu")
+    assert after.layers[1:3] == before.layers[1:3]
+
+
 def test_update_measures_what_changed(tmp_path: Path) -> None:
     """A changed layer is measured, also one whose inputs changed shape; equal ones keep their figures unbuilt."""
     output = tmp_path / "profile.yaml"
