@@ -20,6 +20,8 @@ def profile_ranks(task: Task, *, json: bool, quiet: bool) -> None:
     from pipeplan.runtime.profiling import profile_on_ranks
 
     is_first = os.environ["RANK"] == "0"
+    if is_first and not quiet and task.settings.device == "cpu":
+        _warn_of_too_few_cores()
     try:
         with progress("measuring", quiet=quiet or not is_first) as describe:
             found = profile_on_ranks(
@@ -36,3 +38,18 @@ def profile_ranks(task: Task, *, json: bool, quiet: bool) -> None:
         raise
     if found is not None:
         report_profile(found, task.output, json=json, quiet=quiet)
+
+
+def _warn_of_too_few_cores() -> None:
+    """Say when the ranks of this node are more than its cores can run at once."""
+    import torch
+
+    from pipeplan.cli.console import print_message
+
+    num_ranks, num_threads = int(os.environ.get("LOCAL_SIZE", "1")), torch.get_num_threads()
+    num_cores = len(os.sched_getaffinity(0))
+    if num_ranks * num_threads > num_cores:
+        print_message(
+            f"warning: {num_ranks} ranks with --threads {num_threads} measure at once on {num_cores} cores, so their times "
+            "come out too long; launch fewer"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -183,6 +184,7 @@ def test_a_launch_that_fails_is_gone_on_from(tmp_path: Path) -> None:
 
     done = launched(output, 3, "--device-name", "cpu,cpu,other")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("warning: 3 ranks with --threads 1" in done.stderr) == (len(os.sched_getaffinity(0)) < 3)
     assert "measured layer" in done.stderr and "on cpu; what is equal isn't measured again" in done.stderr
     found = read_profile(output)
     assert found.devices == ("cpu", "other")
