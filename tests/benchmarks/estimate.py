@@ -2,12 +2,14 @@
 
 Prints the time and memory that the whole 398 B Jamba-1.5-Large takes on h100-sxm (at most 60 s and 4 GB), the shipped
 table against the published times of Nemotron-Nano-9B-v2, and what a plan made from the estimate loses against one made
-from the published times, both judged under the published times (at most 3 %).
+from the published times, both judged under the published times (at most 3 %). Plans that such short searches find with
+other seeds differ by 1-2 %, so every comparison is made with several.
 """
 
 from __future__ import annotations
 
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import torch
 
 from pipeplan.cluster import equal_ranks
 from pipeplan.model.source import open_model
+from pipeplan.plan.types import Plan
 from pipeplan.profile import LayerTimes, Profile
 from pipeplan.profile.estimate.efficiency import read_efficiency
 from pipeplan.profile.estimate.gpus import read_gpus
@@ -27,7 +30,8 @@ from pipeplan.search import optimize
 from pipeplan.simulate import simulate
 from tests.profile.published import DEVICE, NANO_9B, published_profile
 
-NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 5_000_000
+NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 20_000_000
+SEEDS = (0, 1, 2)
 
 
 def largest_model() -> None:
@@ -72,19 +76,43 @@ def _split_ns(times: LayerTimes) -> int:
 
 
 def plans(published: Profile, estimated: Profile) -> None:
-    """Plan from each, judge all under the published times.
+    """Plan from each with every seed, judge all under the published times.
 
     The published system computes the head's weight gradient within its input half, which no estimate of work can
-    know; so a second plan is made from an estimate that is told so, and differs in nothing else.
+    know; so a second plan is made from an estimate that is told so, and differs in nothing else. What such a head costs
+    by the estimate's own times is printed last.
     """
     cluster = equal_ranks(NUM_RANKS, DEVICE)
-    makespans = []
-    for profile in (published, estimated, _with_head_in_one(estimated)):
-        plan = optimize(profile, cluster, num_micro_batches=NUM_MICRO_BATCHES, work_limit=WORK_LIMIT).plan
-        makespans.append(simulate(plan, published, cluster).makespan_ns)
-    print(f"\njudged under the published times, the plan made from them takes {makespans[0] / 1e6:.2f} ms,")
-    for what, makespan_ns in zip(("the estimate", "the estimate with an unsplit head"), makespans[1:], strict=True):
-        print(f"the one made from {what} {makespan_ns / 1e6:.2f} ms, {makespan_ns / makespans[0] - 1:+.1%}")
+    whole_head = _with_head_in_one(estimated)
+
+    def planned(profile: Profile) -> list[Plan]:
+        return [
+            optimize(profile, cluster, num_micro_batches=NUM_MICRO_BATCHES, work_limit=WORK_LIMIT, seed=seed).plan
+            for seed in SEEDS
+        ]
+
+    def makespans_ms(plans: list[Plan], costs: Profile) -> list[float]:
+        return [simulate(plan, costs, cluster).makespan_ns / 1e6 for plan in plans]
+
+    from_estimate, from_whole_head = planned(estimated), planned(whole_head)
+    best_ms = makespans_ms(planned(published), published)
+    print(
+        f"\njudged under the published times, plans made from them take {statistics.median(best_ms):.2f} ms (median),"
+    )
+    _print_loss("from the estimate", makespans_ms(from_estimate, published), best_ms)
+    _print_loss("from the estimate with an unsplit head", makespans_ms(from_whole_head, published), best_ms)
+    print("judged under the estimated times,")
+    _print_loss(
+        "with an unsplit head", makespans_ms(from_whole_head, whole_head), makespans_ms(from_estimate, estimated)
+    )
+
+
+def _print_loss(what: str, found_ms: list[float], best_ms: list[float]) -> None:
+    losses = [found / best - 1 for found, best in zip(found_ms, best_ms, strict=True)]
+    print(
+        f"those {what} {statistics.median(found_ms):.2f} ms: {statistics.median(losses):+.1%}, "
+        f"by seed {min(losses):+.1%} to {max(losses):+.1%}"
+    )
 
 
 def _with_head_in_one(profile: Profile) -> Profile:
