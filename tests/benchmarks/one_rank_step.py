@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--sequence-length", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7, help="of profiling and training each model")
+    parser.add_argument("--rounds", type=int, default=11, help="of profiling and training each model")
     parser.add_argument("--steps", type=int, default=3, help="timed batches of each round; their median counts")
     parser.add_argument("--seconds", type=float, default=20.0, help="to profile each model, all rounds together")
     arguments = parser.parse_args()
