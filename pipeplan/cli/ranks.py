@@ -50,6 +50,6 @@ def _warn_of_too_few_cores() -> None:
     num_cores = len(os.sched_getaffinity(0))
     if num_ranks * num_threads > num_cores:
         print_message(
-            f"warning: {num_ranks} ranks with --threads {num_threads} measure at once on {num_cores} cores, so their times "
-            "come out too long; launch fewer"
+            f"warning: {num_ranks} ranks with --threads {num_threads} measure at once on {num_cores} cores, so their "
+            "times come out too long; launch fewer"
         )
