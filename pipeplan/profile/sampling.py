@@ -62,7 +62,10 @@ class Samples:
 
     @property
     def relative_error(self) -> float:
-        """Standard error of the median as a share of it, from the spread."""
+        """Standard error of the median as a share of it, from the spread.
+
+        It counts the samples as independent: how much a shared machine drifts from one second to the next is not in it.
+        """
         return float(self.relative_spread / len(self.durations_ns) ** 0.5)
 
 
