@@ -67,7 +67,11 @@ def measure_bytes(one: Pass, store: WeightGradientStore, device: torch.device) -
 def timed_round(
     start: Callable[[], Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
 ) -> Callable[[], dict[str, int]]:
-    """Return a function that times F and B, then F, I and W, once, less the overhead of the calls."""
+    """Return a function that times F, B, I and W once, less the overhead of the calls.
+
+    Two passes are under way: F of the other one comes between F and B, as in a stage the rest of a micro-batch does.
+    Backward right after forward would find in the cache what the stage has long had to put aside.
+    """
     can_split = True
 
     def run_round() -> dict[str, int]:
@@ -80,15 +84,14 @@ def timed_round(
 
         def input_half() -> None:
             with defer_weight_gradients(store, 0):
-                one.backward()
+                split.backward()
 
-        one = start()
-        time("F", one.forward)
-        time("B", one.backward)
+        whole, split = start(), start()
+        time("F", whole.forward)
+        with defer_weight_gradients(store, 0):
+            split.forward()
+        time("B", whole.backward)
         if can_split:
-            one = start()
-            with defer_weight_gradients(store, 0):
-                one.forward()
             time("I", input_half)
             can_split = 0 in store
             if can_split:
