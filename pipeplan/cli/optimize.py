@@ -68,6 +68,14 @@ def optimize(
         Strategy,
         typer.Option("--strategy", help="How to search; octopipe is a published tuner.", rich_help_panel=_SEARCH),
     ] = "default",
+    try_all_phases: Annotated[
+        bool,
+        typer.Option(
+            "--try-all-phases",
+            help="With octopipe: when the phase its rule picks finds nothing, try the others before stopping.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="Prove the optimum of a small problem.", rich_help_panel=_SEARCH)
     ] = False,
@@ -126,6 +134,7 @@ def optimize(
             placement=None if placement is None else Placement.parse(placement),
             colocate_tied=colocate_tied,
             strategy="exact" if exact else strategy,
+            try_all_phases=try_all_phases,
             on_progress=lambda state: update(_describe(state)),
         )
     comparison = comparison_of_search(result)

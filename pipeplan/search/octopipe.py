@@ -12,13 +12,13 @@ the best of its neighbours (``octopipe_moves``), and orders come from pipeplan's
 
     while a phase gains: phase = choose_phase(bubbles); plan = best move of phase
 
-As published, the tuner stops when the chosen phase finds nothing, though another might; ``mended`` tries the others.
+As published, the tuner stops when the chosen phase finds nothing, though another might; ``try_all_phases`` mends that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeplan.cluster import Cluster
@@ -111,16 +111,14 @@ def tune_octopipe(
     seed: int = 0,
     work_limit: int | None = None,
     time_limit_s: float | None = None,
-    mended: bool = False,
-    ignore_caps: bool = False,
+    try_all_phases: bool = False,
 ) -> OctoPipeResult:
     """Return the plan that the three phases lead to; never slower than the 1F1B they start from.
 
     Args:
         seed: Decides which placements are tried where there are too many for all of them.
         work_limit: Ops to simulate and schedule, which does not depend on the machine; without any limit, a default.
-        mended: Where the chosen phase finds nothing, try the other two before stopping.
-        ignore_caps: Tune without the cluster's memory caps, which is the published default.
+        try_all_phases: Where the chosen phase finds nothing, try the other two before stopping.
 
     Raises:
         InfeasibleError: Neither 1F1B nor a list schedule of its layout fits the memory caps.
@@ -128,8 +126,6 @@ def tune_octopipe(
         ProfileError: The cluster has a device type that a layer has no times for.
     """
     check_enough_layers(profile.layers, cluster.num_ranks)
-    if ignore_caps:
-        cluster = replace(cluster, ranks=tuple(replace(rank, memory_bytes=None) for rank in cluster.ranks))
     constraints = Constraints(partition=partition, placement=placement, colocate_tied=colocate_tied)
     problem = Problem(profile, cluster, num_micro_batches, constraints)
     budget = Budget(time_limit_s, work_limit)
@@ -150,7 +146,7 @@ def tune_octopipe(
             plan = problem.plan(state.candidate, state.evaluation)
             bubbles = simulate(plan, profile, cluster).bubble_by_rank
             chosen = choose_phase(bubbles, smallest_layer_ns, can_balance=moves.can_balance(state))
-            phases = [chosen, *(phase for phase in Phase if phase is not chosen)] if mended else [chosen]
+            phases = [chosen, *(phase for phase in Phase if phase is not chosen)] if try_all_phases else [chosen]
             better: State | None = None
             for phase in phases:
                 better = _best_move(moves, phase, state)

@@ -36,6 +36,7 @@ def optimize(
     placement: Placement | None = None,
     colocate_tied: bool = False,
     strategy: str = "default",
+    try_all_phases: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """Return the best plan found within the limits; never worse than the best baseline that fits.
@@ -50,14 +51,19 @@ def optimize(
         colocate_tied: Keep layers that share a weight on one rank.
         strategy: One of ``STRATEGIES``: the co-optimiser, only the named orders, the published three-phase tuner, or
             for small problems the co-optimiser and then an exact search, with a proof where the limits allow it.
+        try_all_phases: Mend the three-phase tuner, which stops as soon as the phase that its rule picks finds nothing:
+            try the other phases before.
 
     Raises:
         InfeasibleError: No plan within the memory caps was found; the message says what would help.
-        PlanError: Something fixed contradicts the profile or the cluster, or there are fewer layers than ranks.
+        PlanError: Something fixed contradicts the profile or the cluster, there are fewer layers than ranks, or
+            ``try_all_phases`` came with another strategy than ``octopipe``.
         ProfileError: The cluster has a device type that a layer has no times for.
     """
     if strategy not in STRATEGIES:
         raise PlanError(f"unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}; known: {', '.join(STRATEGIES)}")
+    if try_all_phases and strategy != "octopipe":
+        raise PlanError(f"only the strategy octopipe has phases to try, not {strategy!r}; leave --try-all-phases out")
     check_enough_layers(profile.layers, cluster.num_ranks)
     budget = Budget(time_limit_s, work_limit)
     problem = Problem(
@@ -81,7 +87,7 @@ def optimize(
     small: ExactPlan | None = None
     try:
         if strategy == "octopipe":
-            return _octopipe(problem, known, bound, seed, time_limit_s, work_limit)
+            return _octopipe(problem, known, bound, seed, time_limit_s, work_limit, try_all_phases)
         if strategy in ("default", "exact"):
             small = solve_if_small(problem, budget)
             if small is not None:
@@ -124,6 +130,7 @@ def _octopipe(
     seed: int,
     time_limit_s: float | None,
     work_limit: int | None,
+    try_all_phases: bool,
 ) -> SearchResult:
     fixed = problem.constraints
     tuned = tune_octopipe(
@@ -136,6 +143,7 @@ def _octopipe(
         seed=seed,
         work_limit=work_limit,
         time_limit_s=time_limit_s,
+        try_all_phases=try_all_phases,
     )
     result = SearchResult(
         plan=tuned.plan,
@@ -144,6 +152,8 @@ def _octopipe(
         notes=(),
         strategy="octopipe",
         is_deterministic=tuned.is_deterministic,
+        was_interrupted=tuned.was_interrupted,
+        num_ops_tried=tuned.num_ops_tried,
     )
     return _with_notes(result)
 

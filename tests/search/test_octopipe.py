@@ -52,10 +52,10 @@ def test_plans_are_valid_and_not_worse_than_the_start(data: st.DataObject) -> No
     cap_bytes = data.draw(st.none() | st.integers(20, 600).map(lambda size: size * 10**6), label="cap")
     cluster = replace(cluster, ranks=tuple(replace(rank, memory_bytes=cap_bytes) for rank in cluster.ranks))
     num_micro_batches = data.draw(st.integers(1, 6), label="micro-batches")
-    mended = data.draw(st.booleans(), label="mended")
+    try_all_phases = data.draw(st.booleans(), label="try all phases")
     try:
         result = tune_octopipe(
-            profile, cluster, num_micro_batches=num_micro_batches, mended=mended, work_limit=WORK_LIMIT
+            profile, cluster, num_micro_batches=num_micro_batches, try_all_phases=try_all_phases, work_limit=WORK_LIMIT
         )
     except InfeasibleError:
         return
@@ -94,7 +94,7 @@ def test_published_case() -> None:
     """The rule as published comes within 1 % of the published 89,870 ticks from 1F1B, and mending it helps."""
     cluster = equal_ranks(4, "h800-sxm", memory_gb=92)  # what the published plan keeps
     plain = tune_octopipe(GOLDEN, cluster, num_micro_batches=8)
-    mended = tune_octopipe(GOLDEN, cluster, num_micro_batches=8, mended=True, work_limit=6_000_000)
+    mended = tune_octopipe(GOLDEN, cluster, num_micro_batches=8, try_all_phases=True, work_limit=6_000_000)
     assert plain.start_ns == 129_306 * NS_PER_TICK
     assert plain.makespan_ns <= 1.01 * 89_870 * NS_PER_TICK
     assert mended.makespan_ns < plain.makespan_ns
@@ -112,7 +112,7 @@ def test_published_layout() -> None:
         num_micro_batches=8,
         partition=Partition(tuple(sizes)),
         placement=Placement(ranks),
-        mended=True,
+        try_all_phases=True,
     )
     assert result.plan.partition.num_layers_by_stage == tuple(sizes)
     assert result.plan.placement.rank_by_stage == ranks
@@ -130,12 +130,3 @@ def test_interruption_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.was_interrupted
     assert not result.is_deterministic
     assert result.makespan_ns < result.start_ns
-
-
-def test_caps_can_be_ignored() -> None:
-    """As published by default, the tuner may be told not to look at the caps."""
-    small = equal_ranks(4, "h800-sxm", memory_gb=10)
-    with pytest.raises(InfeasibleError):
-        tune_octopipe(GOLDEN, small, num_micro_batches=8)
-    free = tune_octopipe(GOLDEN, small, num_micro_batches=8, ignore_caps=True, work_limit=10**5)
-    assert max(simulate(free.plan, GOLDEN, small).prediction.peak_memory_bytes_by_rank) > 10 * 10**9

@@ -164,6 +164,31 @@ def test_unknown_strategy(profile: Profile) -> None:
         optimize(profile, equal_ranks(4, "h800-sxm"), num_micro_batches=8, strategy="octopype")
 
 
+def test_octopipe_as_published_and_mended(profile: Profile) -> None:
+    """Trying all phases finds a better plan within the same work; other strategies have no phases to try."""
+    cluster = equal_ranks(4, "h800-sxm", memory_gb=92)
+    plain, mended = (
+        optimize(profile, cluster, num_micro_batches=8, strategy="octopipe", try_all_phases=each, work_limit=6_000_000)
+        for each in (False, True)
+    )
+    assert mended.makespan_ns < plain.makespan_ns
+    assert 0 < plain.num_ops_tried < mended.num_ops_tried
+    with pytest.raises(PlanError, match="only the strategy octopipe has phases"):
+        optimize(profile, cluster, num_micro_batches=8, try_all_phases=True)
+
+
+def test_interruption_of_octopipe_is_told(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the three phases returns the best plan so far and says so."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeplan.search.octopipe_moves.Moves.rearrange", interrupt)
+    result = optimize(profile, equal_ranks(4, "h800-sxm"), num_micro_batches=8, strategy="octopipe")
+    assert result.was_interrupted
+    assert "interrupted" in result.notes[0]
+
+
 def test_interruption_keeps_the_best(profile: Profile) -> None:
     """Ctrl-C in the middle returns the best plan so far and says so."""
     seen: list[Progress] = []
