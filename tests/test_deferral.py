@@ -192,6 +192,30 @@ def test_gradients_equal_plain_torch(case: Case, reentrant: bool | None) -> None
         assert parameter.grad.stride() == one.grad.stride(), name
 
 
+@pytest.mark.parametrize("reentrant", CHECKPOINTING.values(), ids=CHECKPOINTING)
+@pytest.mark.parametrize("name", ["linear", "transposed parameter", "slices and splits", "attention"])
+def test_whole_parameters_are_left_out(name: str, reentrant: bool | None) -> None:
+    """I computes all gradients of the parameters named, views of them included, and holds nothing for W."""
+    (expected, expected_value), (module, value) = _build(CASES[name]), _build(CASES[name])
+    before = copy.deepcopy(nn.Linear(8, 8, dtype=torch.float64))  # another layer of the stage, which is split
+    output = _run(expected, before(expected_value), reentrant)
+    output.backward(_backward(output))
+    wanted = {key: one.grad.clone() for key, one in before.named_parameters()}
+    before.zero_grad()
+
+    store = WeightGradientStore()
+    whole = list(module.parameters())
+    with defer_weight_gradients(store, 0, whole):
+        found = _run(module, before(value), reentrant)
+    with defer_weight_gradients(store, 0, whole):
+        found.backward(_backward(found))
+    for (key, parameter), one in zip(module.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, one.grad, msg=lambda text, key=key: f"{key}: {text}")
+    assert before.weight.grad is None and store.held_bytes(0) == 2 * value.nbytes  # its input and output gradient
+    store.run(0)
+    torch.testing.assert_close({key: one.grad for key, one in before.named_parameters()}, wanted)
+
+
 @pytest.mark.parametrize("case", [CASES["used twice"], CASES["attention"], CASES["experts"], CASES["tied head"]])
 def test_hooks_fire_once_in_w(case: Case) -> None:
     """Hooks on parameters and on their accumulation nodes fire once a backward, in W, as DeepSpeed needs."""

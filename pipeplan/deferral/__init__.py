@@ -15,9 +15,9 @@ parameters and on their accumulation nodes fire as in an ordinary backward. Roug
     ...
     store.run((stage, micro_batch))                           # W
 
-Every other op keeps its whole backward in I, which stays correct: norms, biases added by hand, fused kernels that
-take weights as arguments, weights computed from other tensors. Such a parameter gets its gradient (and fires its
-hooks) in I; one that is used both ways does so in I and in W.
+Parameters given as ``whole`` are left out. Every other op keeps its whole backward in I, which stays correct: norms,
+biases added by hand, fused kernels that take weights as arguments, weights computed from other tensors. Such a
+parameter gets its gradient (and fires its hooks) in I; one that is used both ways does so in I and in W.
 
 Whoever feeds the stage must not overwrite its inputs or its output gradients until W has run: they are held by
 reference.

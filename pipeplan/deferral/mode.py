@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -20,12 +20,17 @@ class defer_weight_gradients(TorchFunctionMode):  # noqa: N801  used as a contex
 
     Wrap the forward, and the backward as well: recomputation runs the forward again inside it. In no-grad code
     nothing changes.
+
+    Args:
+        whole: Parameters whose gradients are computed in I, for layers that are not to be split; the same for the
+            forward and the backward of a key.
     """
 
-    def __init__(self, store: WeightGradientStore, key: Hashable) -> None:
+    def __init__(self, store: WeightGradientStore, key: Hashable, whole: Collection[Tensor] = ()) -> None:
         super().__init__()
         self._store = store
         self._key = key
+        self._whole = frozenset(whole)  # tensors hash by identity
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -44,7 +49,7 @@ class defer_weight_gradients(TorchFunctionMode):  # noqa: N801  used as a contex
                 call = recognise(*args, **kwargs)
             except TypeError:  # a form of the call that we don't know, such as out=
                 call = None
-            if call is not None and call.can_defer():
+            if call is not None and call.can_defer(self._whole):
                 data = _autocast(call.data) if call.op.casts_under_autocast else call.data
                 return _Deferred.apply(
                     _anchor(data), data, call.weight.detach(), _detached(call.bias), call, self._store, self._key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,14 +41,14 @@ class Call:
     weight: Tensor
     bias: Tensor | None = None
 
-    def can_defer(self) -> bool:
-        """Whether the operands to be trained are parameters, and all are ordinary tensors."""
+    def can_defer(self, whole: Collection[Tensor] = ()) -> bool:
+        """Whether the operands to be trained are parameters outside ``whole``, and all are ordinary tensors."""
         operands = (self.weight,) if self.bias is None else (self.weight, self.bias)
         trained = [operand for operand in operands if operand.requires_grad]
         return (
             bool(trained)
             and all(_is_plain(tensor) for tensor in (self.data, *operands))
-            and all(_is_parameter(operand) for operand in trained)
+            and all((parameter := _parameter_of(operand)) is not None and parameter not in whole for operand in trained)
         )
 
 
@@ -227,12 +227,12 @@ def _recognise_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def _recognise_product(input: Tensor, other: Tensor) -> Call | None:  # noqa: A002
-    if _is_parameter(other):
+    if _parameter_of(other) is not None:
         if other.dim() == 2 and input.dim() >= 1:
             return Call(_Matmul(), input, other)
         if other.dim() > 2 and input.dim() >= 2:
             return Call(_BatchedMatmul(weight_is_left=False), input, other)
-    elif _is_parameter(input) and input.dim() >= 2 and other.dim() >= 2:
+    elif _parameter_of(input) is not None and input.dim() >= 2 and other.dim() >= 2:
         return Call(_BatchedMatmul(weight_is_left=True), other, input)
     return None
 
@@ -352,20 +352,20 @@ _VIEW_NODES = frozenset(
 )
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a trained parameter, or a view or cast of one and of nothing else."""
+def _parameter_of(tensor: Tensor) -> torch.nn.Parameter | None:
+    """Return the trained parameter that ``tensor`` is, or is a view or cast of and of nothing else."""
     if not tensor.requires_grad:
-        return False
+        return None
     if tensor.is_leaf:
-        return isinstance(tensor, torch.nn.Parameter)
+        return tensor if isinstance(tensor, torch.nn.Parameter) else None
     node = tensor.grad_fn
     while node is not None:
         if hasattr(node, "variable"):
-            return isinstance(node.variable, torch.nn.Parameter)
+            return node.variable if isinstance(node.variable, torch.nn.Parameter) else None
         if node.name() not in _VIEW_NODES:
-            return False
+            return None
         ((node, _),) = node.next_functions
-    return False
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

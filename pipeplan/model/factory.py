@@ -4,6 +4,9 @@ The factory takes no arguments and returns ``(layers, loss_function, sample_batc
 ``PipelineModule`` takes them (``nn.Module``, ``LayerSpec``, ``TiedLayerSpec``, plain functions), recognised by what
 they offer, so that DeepSpeed isn't needed to read them; and a sample batch ``(inputs, labels)`` or a function of
 ``(micro_batch_size, sequence_length, seed)`` that makes one.
+
+A layer's or a spec's attribute ``is_splittable``, True or False, says whether its weight gradients may be put off until
+W. Without it all layers' may but the head's: those of the last layer with weights.
 """
 
 from __future__ import annotations
@@ -127,6 +130,7 @@ def _source(layer: Any, index: int, seed: int, text: str) -> LayerSource:
             build=lambda: layer,
             identity=identity_of([layer]),
             num_parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            is_splittable=getattr(layer, "is_splittable", None),
         )
     if callable(getattr(layer, "build", None)) and hasattr(layer, "typename"):
         return _spec_source(layer, index, seed)
@@ -138,6 +142,7 @@ def _source(layer: Any, index: int, seed: int, text: str) -> LayerSource:
             build=lambda: layer,
             identity=digest([getattr(layer, "__module__", ""), getattr(layer, "__qualname__", function_name), index]),
             num_parameters=0,
+            is_splittable=getattr(layer, "is_splittable", None),
         )
     raise ModelError(
         f"factory {text}: layer {index} is {_describe(layer)}; expected a module, LayerSpec, TiedLayerSpec or function"
@@ -167,6 +172,7 @@ def _spec_source(spec: Any, index: int, seed: int) -> LayerSource:
         identity=digest(identity),
         tied=None if key is None else str(key),
         tied_weight_attr=names,
+        is_splittable=getattr(spec, "is_splittable", None),
     )
 
 

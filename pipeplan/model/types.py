@@ -49,6 +49,8 @@ class LayerSource:
         tied_weight_attr: Dotted names, inside the built layer, of the weights shared under ``tied``; the i-th name of
             each layer of that key is the same weight. A single ``weight`` in a ``TiedLayerSpec``.
         keep_with_previous: Whether the layer must share a stage with the one before it.
+        is_splittable: Whether its weight gradients may be put off until W; where not, its whole backward runs in I.
+            ``None``: unless it is the head; see ``pipeplan.model.splitting``.
         weight_names: Name of each weight inside the built layer → its name in the whole model.
     """
 
@@ -61,6 +63,7 @@ class LayerSource:
     tied: str | None = None
     tied_weight_attr: tuple[str, ...] = ()
     keep_with_previous: bool = False
+    is_splittable: bool | None = None
     weight_names: Mapping[str, str] = field(default_factory=dict)
 
 

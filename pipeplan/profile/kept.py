@@ -30,7 +30,7 @@ class MeasuredLayer:
 
     Attributes:
         output_tensors: Dtypes and shapes of what it hands on, as ``passes.describe`` writes them.
-        time_by_op: F and B, and I and W where something could be deferred.
+        time_by_op: F and B, and I and W where something could and may be deferred.
         recompute_ns_by_op: The same with recomputation in the backward.
         skewed_ns_by_op: The same with tokens routed unevenly to experts; empty for layers that route nothing.
         outputs: Inputs of the layer after it, detached; ``UNKNOWN`` where they come from a file.
@@ -50,7 +50,7 @@ class MeasuredLayer:
 
     @property
     def is_splittable(self) -> bool:
-        """Whether any weight gradient could be deferred."""
+        """Whether any weight gradient could and may be deferred."""
         return "W" in self.time_by_op
 
     def recomputation(self, device: str) -> Recomputation:
@@ -77,15 +77,17 @@ class MeasuredLayer:
         return notes | {"measured_as": key}
 
 
-def layer_key(identity: str, inputs: str, *, has_loss: bool) -> str:
+def layer_key(identity: str, inputs: str, *, has_loss: bool, is_splittable: bool) -> str:
     """Return what tells a layer apart from others that cost differently on the same device in the same shape.
 
     Args:
         identity: Of the layer's source.
         inputs: Dtypes and shapes that it runs on.
         has_loss: Whether the loss is part of it.
+        is_splittable: Whether I and W are measured.
     """
-    return digest([identity, inputs, has_loss]).removeprefix("sha256:")[:_KEY_LENGTH]
+    told = [identity, inputs, has_loss] if is_splittable else [identity, inputs, has_loss, "whole"]
+    return digest(told).removeprefix("sha256:")[:_KEY_LENGTH]
 
 
 def kept_layers(profile: Profile, device: str) -> dict[str, MeasuredLayer]:

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import pipeplan
-from pipeplan.deferral import WeightGradientStore
 from pipeplan.errors import ProfileError, nearest
 from pipeplan.host_memory import keep_freed_memory
+from pipeplan.model.splitting import splittable_layers
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.chain import Chain, Layer, Place, Workshop, detach
 from pipeplan.profile.held import activation_bytes, tensors_in
@@ -65,7 +65,8 @@ def measure_profile(
 
     Layers are built, measured and dropped one at a time, each on what the layer before it returned; layers of equal
     identity are measured once. The last layer includes the loss. Layers with experts are measured with tokens routed
-    evenly; what they take with uneven routing stands in the notes.
+    evenly; what they take with uneven routing stands in the notes. Layers that are not to be split, by default the
+    head, have no I and W.
 
     Args:
         device: "cpu" or "cuda".
@@ -116,11 +117,11 @@ def measure_profile(
 
     elsewhere: set[str] = set()  # keys that another rank measures
     workshop = Workshop(place)
-    for index, source in enumerate(model.layers):
+    for index, (source, is_splittable) in enumerate(zip(model.layers, splittable_layers(model.layers), strict=True)):
         if on_layer is not None:
             on_layer(index, source.name)
         is_last = index == len(model.layers) - 1
-        key = layer_key(source.identity, chain.signature, has_loss=is_last)
+        key = layer_key(source.identity, chain.signature, has_loss=is_last, is_splittable=is_splittable)
         visited.append((source, key))
         if sharing is not None and key not in measured and (key in elsewhere or not sharing.takes(index, key)):
             elsewhere.add(key)
@@ -138,7 +139,9 @@ def measure_profile(
             finish = (lambda outputs: model.loss_function(outputs, labels)) if is_last else None
             on_outputs = None if sharing is None or is_last else partial(sharing.post_outputs, key)
             with place.naming(source):
-                measured[key] = _measure_layer(source, built, value, finish, setting, on_outputs)
+                measured[key] = _measure_layer(
+                    source, built, value, finish, setting, on_outputs, is_splittable=is_splittable
+                )
             del built, value
             if sharing is not None:
                 sharing.post_result(key, measured[key])
@@ -182,6 +185,8 @@ def _measure_layer(
     finish: Callable[[Any], Tensor] | None,
     setting: _Setting,
     on_outputs: Callable[[Any, tuple[str, ...]], None] | None,
+    *,
+    is_splittable: bool,
 ) -> MeasuredLayer:
     has_experts = routes_tokens(source.kind)
     layer = routed(built, is_skewed=False) if has_experts else built
@@ -211,11 +216,12 @@ def _measure_layer(
         torch.autograd.backward(roots, gradients)  # .grad exists from here on, as for all micro-batches but the first
     del outputs, described, roots  # and with them the graph
 
-    store = WeightGradientStore()
-
     def rounds(runner: Layer, prefix: str) -> Callable[[], dict[str, int]]:
         run_round = timed_round(
-            lambda: Pass(runner, make_inputs(), gradients), store, setting.clock, setting.overhead_ns_by_op
+            lambda: Pass(runner, make_inputs(), gradients),
+            setting.clock,
+            setting.overhead_ns_by_op,
+            is_splittable=is_splittable,
         )
         return lambda: {prefix + op: duration_ns for op, duration_ns in run_round().items()}
 
@@ -223,7 +229,9 @@ def _measure_layer(
     if has_experts:
         ways[_SKEWED] = finished(routed(built, is_skewed=True))
     all_rounds = [rounds(runner, prefix) for prefix, runner in ways.items()]
-    held_bytes, workspace_bytes = measure_bytes(Pass(run, make_inputs(), gradients), store, setting.device)
+    held_bytes, workspace_bytes = measure_bytes(
+        Pass(run, make_inputs(), gradients), setting.device, is_splittable=is_splittable
+    )
     with without_collection():
         samples_by_op = sample(
             lambda: {op: duration_ns for run_round in all_rounds for op, duration_ns in run_round().items()},

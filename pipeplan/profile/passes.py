@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,29 +50,40 @@ def describe(tensor: Tensor) -> str:
     return text if tensor.requires_grad or not tensor.is_floating_point() else f"{text} without gradient"
 
 
-def measure_bytes(one: Pass, store: WeightGradientStore, device: torch.device) -> tuple[int, int]:
-    """Return the bytes held from I to W, and the workspace."""
+def measure_bytes(one: Pass, device: torch.device, *, is_splittable: bool) -> tuple[int, int]:
+    """Return the bytes held from I to W, 0 for a layer that is not to be split, and the workspace."""
     meter = PeakMeter(device)
+    store = WeightGradientStore() if is_splittable else None
     with meter.recording():
-        with meter.watch(), defer_weight_gradients(store, 0):
+        with meter.watch(), deferring(store):
             one.forward()
-        with meter.watch(), defer_weight_gradients(store, 0):
+        with meter.watch(), deferring(store):
             one.backward()
+        if store is None:
+            return 0, meter.workspace_bytes
         held_bytes = store.held_bytes(0)
         with meter.watch():
             store.run(0)
     return held_bytes, meter.workspace_bytes
 
 
+def deferring(store: WeightGradientStore | None) -> AbstractContextManager[Any]:
+    """Defer to ``store``, under key 0, if there is one."""
+    return nullcontext() if store is None else defer_weight_gradients(store, 0)
+
+
 def timed_round(
-    start: Callable[[], Pass], store: WeightGradientStore, clock: Clock, overhead_ns_by_op: Mapping[str, int]
+    start: Callable[[], Pass], clock: Clock, overhead_ns_by_op: Mapping[str, int], *, is_splittable: bool
 ) -> Callable[[], dict[str, int]]:
     """Return a function that times F, B, I and W once, less the overhead of the calls.
+
+    I and W are left out where nothing can be deferred, or the layer is not to be split.
 
     Two passes are under way: F of the other one comes between F and B, as in a stage the rest of a micro-batch does.
     Backward right after forward would find in the cache what the stage has long had to put aside.
     """
-    can_split = True
+    store = WeightGradientStore()
+    can_split = is_splittable
 
     def run_round() -> dict[str, int]:
         nonlocal can_split
@@ -88,7 +99,7 @@ def timed_round(
 
         whole, split = start(), start()
         time("F", whole.forward)
-        with defer_weight_gradients(store, 0):
+        with deferring(store if can_split else None):
             split.forward()
         time("B", whole.backward)
         if can_split:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipeplan.model.splitting import splittable_layers
 from pipeplan.model.types import ModelLayers
 from pipeplan.profile.kept import UNKNOWN, MeasuredLayer
 
@@ -103,9 +104,12 @@ class SharedLayers:
 
 
 def first_layers(model: ModelLayers) -> tuple[int, ...]:
-    """Return the first layer of each identity, in model order; the last layer counts apart, since it has the loss."""
+    """Return the first layer of each identity, in model order.
+
+    The last layer counts apart, since it has the loss, and so do layers that are not to be split.
+    """
     last = len(model.layers) - 1
-    index_by_identity: dict[tuple[str, bool], int] = {}
-    for index, layer in enumerate(model.layers):
-        index_by_identity.setdefault((layer.identity, index == last), index)
+    index_by_identity: dict[tuple[str, bool, bool], int] = {}
+    for index, (layer, is_splittable) in enumerate(zip(model.layers, splittable_layers(model.layers), strict=True)):
+        index_by_identity.setdefault((layer.identity, index == last, is_splittable), index)
     return tuple(index_by_identity.values())

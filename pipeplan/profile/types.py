@@ -45,7 +45,8 @@ class LayerProfile:
         activation_bytes: Kept from F until B or I.
         held_for_w_bytes: Everything kept from I until W when W is split off.
         workspace_bytes: Peak extra while one op of the layer runs.
-        is_splittable: Whether W may be deferred; needs I and W times on every device type used.
+        is_splittable: Whether W may be deferred, in training as in the plan; needs I and W times on every device type
+            used.
         tied: Key of a weight shared with the other layers of the same key.
         keep_with_previous: Whether the layer must share a stage with the one before it.
     """

@@ -75,6 +75,7 @@ class PlannedPipelineEngine(PipelineEngine):
             ]
         )
         self._weight_gradients = WeightGradientStore()
+        self._whole_by_stage = {stage: self.module.whole_parameters(stage) for stage in self.module.stages}
         self.recorder = BatchRecorder(torch.device(self.device))
         self._evaluation_schedules: dict[int, schedule.PlannedSchedule] = {}  # keyed by number of micro-batches
         self._num_micro_batches_run = 0
@@ -287,7 +288,7 @@ class PlannedPipelineEngine(PipelineEngine):
 
     def _deferral(self, key: tuple[int, int]) -> AbstractContextManager[Any]:
         if key in self._split_ops and torch.is_grad_enabled():
-            return defer_weight_gradients(self._weight_gradients, key)
+            return defer_weight_gradients(self._weight_gradients, key, self._whole_by_stage[key[0]])
         return nullcontext()
 
     def _run_forward(self, op: Op) -> None:

@@ -16,6 +16,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from pipeplan.errors import LaunchError, ModelError
+from pipeplan.model.splitting import splittable_layers
 from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime.loading import RunnablePlan
 from pipeplan.runtime.recompute import recompute
@@ -31,6 +32,10 @@ class PlannedPipelineModule(PipelineModule):
 
     Each layer takes one value (a tensor or a pytree of tensors) and returns one. Layers are built under a seed of
     their own, derived from torch's current one, so that initial weights don't depend on the plan.
+
+    The plan's profile says which layers' backward is split into I and W (``splittable``), so that a plan runs as it was
+    planned. Layers that aren't split compute their weight gradients in I and hold nothing until W. A plan verified in
+    this process brings no profile; the layers' own ``is_splittable`` decides then, as in profiling.
 
     Args:
         layers: ``nn.Module``, ``LayerSpec``, ``TiedLayerSpec``, functions, or layers of ``pipeplan.model``.
@@ -81,6 +86,7 @@ class PlannedPipelineModule(PipelineModule):
         self.rank_by_stage = runnable.plan.placement.rank_by_stage
         partition = runnable.plan.partition
         self.layer_indices_by_stage = [partition.layers(stage) for stage in range(partition.num_stages)]
+        self.splittable_layers = _splittable_layers(layers, runnable)
         self._is_loading = False
         self.dynamic_shapes = dynamic_shapes
         self.count_labels = counter_of(loss_reduction)
@@ -106,6 +112,18 @@ class PlannedPipelineModule(PipelineModule):
     def hosts_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.rank_by_stage[-1] == self.stage_id
+
+    def whole_parameters(self, stage: int) -> frozenset[nn.Parameter]:
+        """Return the parameters of a stage of this rank whose gradients are computed in I, not in W.
+
+        A weight that a layer of the stage shares with one that isn't split is among them.
+        """
+        return frozenset(
+            parameter
+            for index in self.layer_indices_by_stage[stage]
+            if not self.splittable_layers[index] and index in self.module_by_layer
+            for parameter in self.module_by_layer[index].parameters()
+        )
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the pipeline rank that holds a layer."""
@@ -295,3 +313,22 @@ def _check_model(layers: Sequence[Any], runnable: RunnablePlan) -> None:
                 f"layer {index} of the script is {name!r}, but the plan was made for {planned!r} (model "
                 f"{runnable.plan.model!r}); profile this model and optimize again"
             )
+
+
+def _splittable_layers(layers: Sequence[Any], runnable: RunnablePlan) -> tuple[bool, ...]:
+    """Return which layers' backward is split: as the plan's profile says, or else as the layers do."""
+    wanted = splittable_layers(layers)
+    if runnable.profile is None:
+        return wanted
+    planned = tuple(layer.is_splittable for layer in runnable.profile.layers)
+    # the other way round says little: in many layers nothing can be deferred, and the profile knows
+    odd = [
+        layer.name
+        for layer, is_wanted in zip(runnable.profile.layers, wanted, strict=True)
+        if layer.is_splittable and not is_wanted
+    ]
+    if odd and dist.get_rank() == 0:
+        logger.info(
+            f"the plan's profile splits the backward of {', '.join(odd)}, which the model would not; it runs as planned"
+        )
+    return planned

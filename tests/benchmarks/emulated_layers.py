@@ -65,14 +65,14 @@ def emulated_profile(profile: Profile, *, num_stages: int, stage_forward_ms: flo
 
 
 def _scaled(times: LayerTimes, factor: float, *, is_first: bool) -> LayerTimes:
-    assert times.input_gradient_ns is not None
-    assert times.weight_gradient_ns is not None
+    halves = times.input_gradient_ns, times.weight_gradient_ns
+    input_ns, weight_ns = (None if half is None else round(half * factor) for half in halves)
     return LayerTimes(
         forward_ns=round(times.forward_ns * factor),
         backward_ns=round(times.backward_ns * factor),
         # Tokens take no gradient: the first layer has no input half.
-        input_gradient_ns=0 if is_first else round(times.input_gradient_ns * factor),
-        weight_gradient_ns=round(times.weight_gradient_ns * factor),
+        input_gradient_ns=0 if is_first and input_ns is not None else input_ns,
+        weight_gradient_ns=weight_ns,
     )
 
 
@@ -184,7 +184,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        deadline_ns = _DEVICE.deadline_ns("B", ctx.costs, ctx.costs.times.backward_ns)
+        # a layer that isn't split runs B in an op I, back to back with the others' I
+        deadline_ns = _DEVICE.deadline_ns("I", ctx.costs, ctx.costs.times.backward_ns)
         data, weight = ctx.saved_tensors
         data_gradient = torch.empty_like(data) if ctx.needs_input_grad[0] else None
         weight_gradient = torch.zeros_like(weight)

@@ -81,12 +81,12 @@ def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path, monkeypatch: pytes
     measure_layer = measure._measure_layer
     num_measured = 0
 
-    def interrupted(*arguments: object) -> object:
+    def interrupted(*arguments: object, **options: object) -> object:
         nonlocal num_measured
         if num_measured == 1:
             raise KeyboardInterrupt
         num_measured += 1
-        return measure_layer(*arguments)  # type: ignore[arg-type]
+        return measure_layer(*arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(measure, "_measure_layer", interrupted)

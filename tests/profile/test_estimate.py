@@ -258,14 +258,39 @@ def test_a_matrix_product_ends_a_chain() -> None:
 
 def test_gradients_of_weights_are_added_up() -> None:
     """Matrix products add while they write; an embedding's gradient is written, then read and added in fp32."""
-    model = factory_model(
-        lambda: nn.Embedding(100, 16), lambda: nn.Linear(16, 8, bias=False), inputs=lambda: torch.arange(10)
-    )
-    embedding, linear = layer_costs(model, micro_batch_size=1, sequence_length=1, dtype="bf16")
+    builds = (lambda: nn.Embedding(100, 16), lambda: nn.Linear(16, 8, bias=False), lambda: nn.Identity())
+    model = factory_model(*builds, inputs=lambda: torch.arange(10))
+    embedding, linear, _ = layer_costs(model, micro_batch_size=1, sequence_length=1, dtype="bf16")
     size = 100 * 16 * 2
     scatter = size + 10 * 8 + 10 * 16 * 2  # the gradient, token ids, and the output's gradient
     assert [kernel.num_bytes for kernel in embedding.weight_gradient] == [scatter, size + 2 * 100 * 16 * 4]
     assert [kernel.category for kernel in linear.weight_gradient] == [Category.GEMM]
+
+
+def test_the_head_is_not_split_unless_it_says_so() -> None:
+    """Whole, its B is what it is when split, it has no W and holds nothing; any layer may choose."""
+    model = open_model("tiny-llama")
+    settings: dict[str, Any] = {"micro_batch_size": BATCH, "sequence_length": LENGTH, "dtype": "bf16"}
+
+    def chosen(index: int, *, is_splittable: bool) -> list[LayerCost]:
+        layers = list(model.layers)
+        layers[index] = replace(layers[index], is_splittable=is_splittable)
+        return layer_costs(replace(model, layers=tuple(layers)), **settings)
+
+    whole, split = layer_costs(model, **settings), chosen(-1, is_splittable=True)
+    assert [cost.is_splittable for cost in whole] == [*(True for _ in whole[:-2]), False, False]  # norm, head
+    assert whole[-1] == replace(
+        split[-1],
+        input_gradient=split[-1].backward,
+        weight_gradient=(),
+        held_for_w_bytes=0,
+        workspace_bytes=whole[-1].workspace_bytes,  # of B, no longer of I and W
+    )
+    assert split[-1].held_for_w_bytes >= TOKENS * (WIDTH + VOCAB) * 2
+    assert flops(split[-1], "weight_gradient", Category.GEMM) == 2 * TOKENS * WIDTH * VOCAB
+    other = chosen(1, is_splittable=False)
+    assert not other[1].is_splittable and other[1].backward == whole[1].backward
+    assert other[2:] == whole[2:]
 
 
 # --- times ----------------------------------------------------------------------------------------------------------
@@ -279,8 +304,12 @@ def test_the_shipped_table_on_the_profile_it_was_fitted_to() -> None:
     for kind in ("mamba", "mlp", "attention", "head"):
         cost = next(cost for layer, cost in zip(model.layers, costs, strict=True) if layer.kind == kind)
         times = efficiency.times(cost, GPUS[DEVICE], "bf16")
-        assert times.input_gradient_ns is not None and times.weight_gradient_ns is not None
-        backward_ms = (times.input_gradient_ns + times.weight_gradient_ns) / 1e6
+        if kind == "head":
+            assert times.input_gradient_ns is None and times.weight_gradient_ns is None
+            backward_ms = times.backward_ns / 1e6
+        else:
+            assert times.input_gradient_ns is not None and times.weight_gradient_ns is not None
+            backward_ms = (times.input_gradient_ns + times.weight_gradient_ns) / 1e6
         totals[kind] = times.forward_ns / 1e6 + backward_ms
         published = NANO_9B[kind]
         assert times.forward_ns / 1e6 == pytest.approx(published.forward, rel=0.01)

@@ -129,6 +129,42 @@ def test_a_layer_that_defers_nothing_can_not_be_split() -> None:
     assert norm.times("cpu").input_gradient_ns is None and norm.times("cpu").weight_gradient_ns is None
 
 
+def test_the_head_is_not_split_unless_it_says_so() -> None:
+    """By default the last layer with weights has B alone and holds nothing for W; every layer may choose."""
+    linear: dict[str, Any] = {"build": lambda: nn.Linear(WIDTH, WIDTH), "identity": "linear", "num_parameters": 72}
+
+    def profile(*choices: bool | None, **others: Any) -> Profile:
+        sources = (source(f"linear{index}", **linear, is_splittable=one) for index, one in enumerate(choices))
+        return measure_profile(
+            model(*sources, source("end", lambda: lambda value: value, num_parameters=0)),
+            micro_batch_size=BATCH,
+            sequence_length=1,
+            budget=ONCE,
+            **others,
+        )
+
+    for choices, expected in (
+        ((None, None, None), (True, True, False)),
+        ((None, False, True), (True, False, True)),
+    ):
+        layers = profile(*choices).layers[:3]
+        assert tuple(layer.is_splittable for layer in layers) == expected
+        for layer in layers:
+            assert layer.held_for_w_bytes == (2 * BATCH * WIDTH * 4 if layer.is_splittable else 0)
+            for recompute in (False, True):
+                times = layer.times("cpu", recompute=recompute)
+                assert (times.weight_gradient_ns is not None) == layer.is_splittable
+    measured: dict[str, MeasuredLayer] = {}
+    profile(None, None, None, measured=measured)
+    known = set(measured)
+    profile(None, None, True, measured=measured)
+    assert set(measured) == known, "split, it costs what its equal does"
+    profile(None, False, True, measured=measured)
+    assert set(measured) == known, "and whole, what its equal did"
+    profile(False, None, None, measured=measured)
+    assert len(set(measured) - known) == 1
+
+
 def test_layers_of_equal_identity_are_measured_once() -> None:
     """Thirty equal layers are built once, and all get the same figures under their own names."""
     num_built = 0

@@ -177,6 +177,8 @@ def test_a_free_rank_takes_the_next_layer() -> None:
 
 
 def test_the_queue_holds_what_differs() -> None:
-    """Equal layers stand in it once, and the last one by itself, since the loss is part of it."""
+    """Equal layers stand in it once; the last one by itself, since it has the loss, and one that isn't split too."""
     layers = [scaling(0), scaling(1), scaling(0), scaling(1), scaling(1)]
     assert first_layers(built(layers)) == (0, 1, 4)
+    layers[2] = replace(layers[2], is_splittable=False)
+    assert first_layers(built(layers)) == (0, 1, 2, 4)

@@ -222,6 +222,8 @@ TRAINING: tuple[Training, ...] = (
     ordered("zb-h1-4", 4, looped_placement(4, 1), zb_h1(4, 6)),
     optimized("optimized-4", 4, 8),
     random_case("random-4", 4, "2,0,3,1,1,0,2,3,0", 6, seed=3),
+    # layers that say themselves whether they are split
+    random_case("own-splits-2", 2, "1,0,0,1,0", 4, seed=2, model="own-splits"),
     # tied weights
     ordered("tied-2", 2, looped_placement(2, 1), zb_h1(2, 4), model="tied"),
     random_case("tied-embedding-above-head-2", 2, "1,0,1,0", 4, seed=2, model="tied"),

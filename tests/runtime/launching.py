@@ -17,6 +17,7 @@ import torch
 import toy
 
 from pipeplan.cluster import equal_ranks
+from pipeplan.model.splitting import splittable_layers
 from pipeplan.plan.folder import write_plan_folder
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Op, OpKind, Order
@@ -31,7 +32,8 @@ _FORWARD_NS_BY_KIND = {"embedding": 100_000, "attention": 2_000_000, "experts": 
 
 
 def profile_of(model: str) -> Profile:
-    """Return a made-up profile of a toy model; only its names and its shape matter here."""
+    """Return a made-up profile of a toy model; only its names, its shape and what can be split matter here."""
+    layers = toy.layers_of(model)
     return Profile(
         model=model,
         source="measured",
@@ -47,11 +49,12 @@ def profile_of(model: str) -> Profile:
                 output_bytes=1000,
                 activation_bytes=1000,
                 held_for_w_bytes=1000,
+                is_splittable=is_splittable,
                 tied=layer.tied,
                 times_by_device={DEVICE: _times(layer.kind)},
                 recomputation=Recomputation({DEVICE: _times(layer.kind)}, 500),
             )
-            for layer in toy.layers_of(model)
+            for layer, is_splittable in zip(layers, splittable_layers(layers), strict=True)
         ),
     )
 

@@ -57,6 +57,23 @@ def test_gradients_are_seen(results: Results) -> None:
     }
 
 
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TRAINING])
+def test_only_layers_that_are_split_hold_anything_after_i(results: Results, case: Training) -> None:
+    """Stages with I and W hold something for W of each layer but the head, or of those that the layers choose."""
+    classes = toy.CLASSES_BY_MODEL[case.model]
+    chosen = toy.SPLITTABLE_BY_CLASS.get(case.model, {})
+    held: set[int] = set()
+    for result in results(case):
+        held |= result["held"]
+    bounds = result["bounds"]
+    assert held == {
+        index
+        for stage in result["split"]
+        for index in range(bounds[stage], bounds[stage + 1])
+        if chosen.get(classes[index], index < len(classes) - 1) and classes[index] not in toy.WITHOUT_W
+    }
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TRAINING if case.evaluations])
 def test_evaluation_equals_one_process(results: Results, case: Training) -> None:
     """Evaluations of any number of micro-batches between training steps give one process's losses, on every rank."""

@@ -206,12 +206,17 @@ class Unpacking(nn.Module):
 _BODY = (Attention, Convolution, Experts, Perceptron, Attention, Convolution, Perceptron, Experts)
 CLASSES_BY_MODEL: dict[str, tuple[type[nn.Module], ...]] = {
     "hybrid": (Embedding, *_BODY, Head),
+    "own-splits": (Embedding, *_BODY, Head),
     "tied": (Embedding, *_BODY, Head),
     "tied-thrice": (Embedding, *_BODY[:3], Echo, *_BODY[3:], Head),
     "scaled": (Embedding, Attention, Scale, Scale, Perceptron, Head),
     "dropout": (Embedding, Dropping, Attention, Dropping, Experts, Dropping, Head),
     "mixed": (Packing, Mixing, Mixing, Mixing, Mixing, Unpacking),
 }
+
+# What layers say of splitting their backward, against the default.
+SPLITTABLE_BY_CLASS: dict[str, dict[type[nn.Module], bool]] = {"own-splits": {Head: True, Attention: False}}
+WITHOUT_W = (Scale,)  # classes none of whose weight gradients can be deferred
 
 
 def loss_function(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
@@ -257,6 +262,7 @@ def layers_of(model: str) -> list[LayerSource]:
                 identity=kind.__name__,
                 tied="vocabulary" if is_tied else None,
                 tied_weight_attr=("weight",) if is_tied else (),
+                is_splittable=SPLITTABLE_BY_CLASS.get(model, {}).get(kind),
             )
         )
     return sources

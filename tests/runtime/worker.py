@@ -21,6 +21,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 import pipeplan.runtime
 from pipeplan.errors import PipeplanError
+from pipeplan.plan.ops import OpKind
 from pipeplan.runtime import trace as runtime_trace
 from pipeplan.runtime.channels import close_groups
 
@@ -112,6 +113,22 @@ def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
     }
 
 
+def note_held(engine: Any) -> set[int]:
+    """Return a set that fills with the layers of which anything is held from an I until its W."""
+    held: set[int] = set()
+    module, add = engine.module, engine._weight_gradients.add
+
+    def noting(key: tuple[int, int], entry: Any) -> None:
+        for index in module.layer_indices_by_stage[key[0]]:
+            built = module.module_by_layer.get(index)
+            if built is not None and any(parameter is entry.weight for parameter in built.parameters()):
+                held.add(index)
+        add(key, entry)
+
+    engine._weight_gradients.add = noting
+    return held
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train some steps; return what the reference returns, for this rank's layers."""
     engine = planned_engine(case)
@@ -123,6 +140,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "evaluations": [],
         "logits": [],
         "unshared": [],
+        "held": note_held(engine),
+        "split": {op.stage for ops in engine.module.runnable.plan.order for op in ops if op.kind is OpKind.I},
+        "bounds": engine.module.runnable.plan.partition.bounds,
     }
 
     def keep_gradients(*_: Any) -> None:

@@ -61,7 +61,8 @@ class LayerCost:
         forward: F; includes the loss in the last layer.
         repeated_forward: What recomputation runs again: F without the loss.
         backward: B.
-        input_gradient: I, and ``weight_gradient`` W, as the runtime splits B; W is empty where nothing can be deferred.
+        input_gradient: I, and ``weight_gradient`` W, as the runtime splits B; W is empty where nothing can or may be
+            deferred.
         num_split_parameters: Parameters that tensor parallelism divides: those with two dimensions or more.
         num_expert_parameters: Those of them that belong to single experts.
         activation_bytes: Kept from F to B, as the measuring profiler counts; ``whole_activation_bytes`` of them in
@@ -88,5 +89,5 @@ class LayerCost:
 
     @property
     def is_splittable(self) -> bool:
-        """Whether any weight gradient could be deferred."""
+        """Whether any weight gradient could and may be deferred."""
         return bool(self.weight_gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.deferral import WeightGradientStore, defer_weight_gradients
+from pipeplan.deferral import WeightGradientStore
 from pipeplan.model.types import LayerSource
 from pipeplan.profile.estimate import attention
 from pipeplan.profile.estimate.fusion import FusedAway, fuse, held_bytes
@@ -21,7 +21,7 @@ from pipeplan.profile.estimate.kernels import Category, Kernel, LayerCost
 from pipeplan.profile.estimate.opaque import FusedFunctions
 from pipeplan.profile.estimate.recorder import OpRecorder, Recording, storage_key
 from pipeplan.profile.held import activation_bytes, tensors_in
-from pipeplan.profile.passes import Pass, describe, gradient_of, measure_bytes
+from pipeplan.profile.passes import Pass, deferring, describe, gradient_of, measure_bytes
 
 _FP32_BYTES = 4
 
@@ -45,6 +45,7 @@ def run_on_fakes(
     *,
     functions: FusedFunctions,
     has_kernels: bool,
+    is_splittable: bool,
 ) -> LayerOnFakes:
     """Return the cost of one layer; inside a ``FakeTensorMode`` that takes real tensors for constants.
 
@@ -54,6 +55,7 @@ def run_on_fakes(
         functions: Shared by all layers of a model.
         has_kernels: Whether kernel packages (scans, convolutions of Mamba) are assumed to be installed. Bytes are
             otherwise those of transformers' plain torch code.
+        is_splittable: Whether the layer may be split; otherwise its whole backward is I.
     """
     built = source.build()
     if isinstance(built, nn.Module):
@@ -71,7 +73,7 @@ def run_on_fakes(
         outputs = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs
         )
-    work = _Work(layer, module, finish, make_inputs, _whole_sizes(value, outputs))
+    work = _Work(layer, module, finish, make_inputs, _whole_sizes(value, outputs), is_splittable)
     with ExitStack() as stack:
         if has_kernels:
             stack.enter_context(_settings_for_gpus(module))
@@ -124,6 +126,7 @@ class _Work:
     finish: Finish | None
     make_inputs: Callable[[], Any]
     whole_sizes: frozenset[int]
+    is_splittable: bool
 
     def sizes(self) -> _Sizes:
         """Count bytes by the measuring profiler's own rules."""
@@ -138,7 +141,9 @@ class _Work:
 
         inputs = self.make_inputs()
         gradients = [gradient_of(root) for root in tensors_in(run(inputs)) if root.requires_grad]
-        held, workspace = measure_bytes(Pass(run, inputs, gradients), WeightGradientStore(), torch.device("cpu"))
+        held, workspace = measure_bytes(
+            Pass(run, inputs, gradients), torch.device("cpu"), is_splittable=self.is_splittable
+        )
         return _Sizes(
             activation_bytes=activation_bytes(run, self.make_inputs, keeps_inputs=False),
             recompute_activation_bytes=activation_bytes(run_recomputing, self.make_inputs, keeps_inputs=True),
@@ -147,11 +152,11 @@ class _Work:
         )
 
     def kernels(self, functions: FusedFunctions) -> _Counted:
-        """Record F and B, then F, I and W, and group their ops into kernels."""
+        """Record F and B, then F, I and W if the layer may be split, and group their ops into kernels."""
         recorder = OpRecorder()
         with _settings_for_gpus(self.module), functions.exchanged(self.module, recorder), recorder:
             plain = self._recorded(recorder, None)
-            split = self._recorded(recorder, WeightGradientStore())
+            split = self._recorded(recorder, WeightGradientStore()) if self.is_splittable else plain
         num_bytes = recorder.num_bytes_by_storage
         weights = {storage_key(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
 
@@ -199,7 +204,7 @@ class _Work:
         inputs = self.make_inputs()
         for parameter in self.module.parameters():
             parameter.grad = None
-        with recorder.into(one.layer), one.noting_saved(), _deferring(store):
+        with recorder.into(one.layer), one.noting_saved(), deferring(store):
             outputs = self.layer(inputs)
         one.layer.keep(outputs)
         roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -227,7 +232,7 @@ class _Work:
                 gradient for leaf, gradient in zip(leaves, found, strict=False) if isinstance(leaf, nn.Parameter)
             ]
             return one
-        with recorder.into(one.backward), _deferring(store):
+        with recorder.into(one.backward), deferring(store):
             if roots:
                 torch.autograd.backward(roots, gradients)
         one.backward.keep([*(leaf.grad for leaf in leaves), *store.held_tensors(0)])
@@ -257,10 +262,6 @@ def _accumulated(recording: Recording, gradients: Sequence[Tensor | None]) -> tu
     if not num_bytes:
         return ()
     return (Kernel(category=Category.MEMORY, flops=0, whole_bytes=0, split_bytes=num_bytes),)
-
-
-def _deferring(store: WeightGradientStore | None) -> AbstractContextManager[Any]:
-    return nullcontext() if store is None else defer_weight_gradients(store, 0)
 
 
 class _Recorded:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipeplan.errors import PipeplanError, ProfileError, nearest
+from pipeplan.model.splitting import splittable_layers
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.estimate.efficiency import Efficiency
 from pipeplan.profile.estimate.fakes import fake_tensors
@@ -58,11 +59,13 @@ def layer_costs(
     with fake_tensors() as mode:
         value = _fake(inputs, mode, DTYPES[dtype])
         labels = _fake(labels, mode, None)
-        for index, source in enumerate(model.layers):
+        for index, (source, is_splittable) in enumerate(
+            zip(model.layers, splittable_layers(model.layers), strict=True)
+        ):
             if on_layer is not None:
                 on_layer(index, source.name)
             is_last = index == len(model.layers) - 1
-            key = f"{source.identity}/{signature(value)}/{'loss' if is_last else ''}"
+            key = f"{source.identity}/{signature(value)}/{'loss' if is_last else ''}/{is_splittable}"
             if key not in found:
                 with _naming(source):
                     found[key] = run_on_fakes(
@@ -72,6 +75,7 @@ def layer_costs(
                         DTYPES[dtype],
                         functions=functions,
                         has_kernels=has_kernels,
+                        is_splittable=is_splittable,
                     )
             value = found[key].outputs
             costs.append(found[key].cost)
