@@ -3,7 +3,8 @@
 Prints the time and memory that the whole 398 B Jamba-1.5-Large takes on h100-sxm (at most 60 s and 4 GB), the shipped
 table against the published times of Nemotron-Nano-9B-v2, and what a plan made from the estimate loses against one made
 from the published times, both judged under the published times (at most 3 %). Plans that such short searches find with
-other seeds differ by 1-2 %, so every comparison is made with several.
+other seeds differ by 1-2 %, so every comparison is made with several. The exit status says whether the loss is within
+its target.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from pipeplan.cluster import equal_ranks
 from pipeplan.model.source import open_model
+from pipeplan.model.types import ModelLayers
 from pipeplan.plan.types import Plan
 from pipeplan.profile import LayerTimes, Profile
 from pipeplan.profile.estimate.efficiency import read_efficiency
@@ -31,6 +33,7 @@ from pipeplan.simulate import simulate
 from tests.profile.published import DEVICE, NANO_9B, published_profile
 
 NUM_RANKS, NUM_MICRO_BATCHES, WORK_LIMIT = 4, 8, 20_000_000
+LOSS_TARGET = 0.03
 SEEDS = (0, 1, 2)
 
 
@@ -47,19 +50,28 @@ def largest_model() -> None:
     print(f"jamba-1.5-large on h100-sxm: {wall_s:.1f} s ({cpu_s:.1f} s of CPU), {usage.ru_maxrss / 1e6:.2f} GB")
 
 
-def published_and_estimated() -> tuple[Profile, Profile]:
-    """Return the published profile and the same with estimated times; prints both."""
-    model = open_model("nemotron-nano-9b-v2")
+def estimated(model: ModelLayers, published: Profile) -> Profile:
+    """Return the published profile with estimated times."""
     efficiency, gpu = read_efficiency(), read_gpus()[DEVICE]
-    published = published_profile(model)
-    layers = []
-    printed = set()
     costs = layer_costs(model, micro_batch_size=1, sequence_length=4096, dtype="bf16")
-    print(f"\n{'kind':<10} {'F':>16} {'I + W':>16} {'total':>16}   published -> estimated, ms")
-    for layer, cost in zip(published.layers, costs, strict=True):
-        times = efficiency.times(cost, gpu, "bf16")
+    layers = (
+        replace(
+            layer,
+            times_by_device={DEVICE: efficiency.times(cost, gpu, "bf16")},
+            is_splittable=cost.is_splittable,
+        )
+        for layer, cost in zip(published.layers, costs, strict=True)
+    )
+    return replace(published, layers=tuple(layers))
+
+
+def print_times(profile: Profile) -> None:
+    """Print the estimated beside the published times of each kind of layer."""
+    printed = set()
+    print(f"\n{'kind':<10} {'F':>16} {'backward':>16} {'total':>16}   published -> estimated, ms")
+    for layer in profile.layers:
+        times = layer.times(DEVICE)
         split_ns = times.backward_ns if times.input_gradient_ns is None else _split_ns(times)
-        layers.append(replace(layer, times_by_device={DEVICE: times}, is_splittable=cost.is_splittable))
         expected = NANO_9B[layer.kind]
         if layer.kind not in printed and expected.total:
             printed.add(layer.kind)
@@ -67,7 +79,6 @@ def published_and_estimated() -> tuple[Profile, Profile]:
             pairs = zip((expected.forward, expected.backward, expected.total), found, strict=True)
             print(f"{layer.kind:<10} " + " ".join(f"{one:7.3f}->{two:<7.3f}" for one, two in pairs))
             print(f"{'':<10} {found[2] / expected.total - 1:>+50.0%}")
-    return published, replace(published, layers=tuple(layers))
 
 
 def _split_ns(times: LayerTimes) -> int:
@@ -75,15 +86,14 @@ def _split_ns(times: LayerTimes) -> int:
     return times.input_gradient_ns + times.weight_gradient_ns
 
 
-def plans(published: Profile, estimated: Profile) -> None:
-    """Plan from each with every seed, judge all under the published times.
+def plans(published: Profile, plain: Profile, split_head: Profile) -> bool:
+    """Plan from each with every seed, judge all under the published times; return whether the target is met.
 
-    The published system computes the head's weight gradient within its input half, which no estimate of work can
-    know; so a second plan is made from an estimate that is told so, and differs in nothing else. What such a head costs
-    by the estimate's own times is printed last.
+    The head's backward is not split by default, and the published system's isn't either: its times have next to nothing
+    left for the head's W. What a plan loses that is made for a split head is printed for comparison, and what splitting
+    the head would gain by the estimate's own times.
     """
     cluster = equal_ranks(NUM_RANKS, DEVICE)
-    whole_head = _with_head_in_one(estimated)
 
     def planned(profile: Profile) -> list[Plan]:
         return [
@@ -94,36 +104,42 @@ def plans(published: Profile, estimated: Profile) -> None:
     def makespans_ms(plans: list[Plan], costs: Profile) -> list[float]:
         return [simulate(plan, costs, cluster).makespan_ns / 1e6 for plan in plans]
 
-    from_estimate, from_whole_head = planned(estimated), planned(whole_head)
+    from_plain, from_split_head = planned(plain), planned(split_head)
     best_ms = makespans_ms(planned(published), published)
     print(
         f"\njudged under the published times, plans made from them take {statistics.median(best_ms):.2f} ms (median),"
     )
-    _print_loss("from the estimate", makespans_ms(from_estimate, published), best_ms)
-    _print_loss("from the estimate with an unsplit head", makespans_ms(from_whole_head, published), best_ms)
-    print("judged under the estimated times,")
-    _print_loss(
-        "with an unsplit head", makespans_ms(from_whole_head, whole_head), makespans_ms(from_estimate, estimated)
-    )
+    loss = _print_loss("from the estimate", makespans_ms(from_plain, published), best_ms)
+    is_met = loss <= LOSS_TARGET
+    print(f"target {LOSS_TARGET:.0%}: {'met' if is_met else 'MISSED'}")
+    _print_loss("from an estimate that splits the head", makespans_ms(from_split_head, published), best_ms)
+    print("judged under the estimated times, plans that split the head against plans that don't:")
+    _print_loss("that split it", makespans_ms(from_split_head, split_head), makespans_ms(from_plain, plain))
+    return is_met
 
 
-def _print_loss(what: str, found_ms: list[float], best_ms: list[float]) -> None:
+def _print_loss(what: str, found_ms: list[float], best_ms: list[float]) -> float:
+    """Print and return the median loss."""
     losses = [found / best - 1 for found, best in zip(found_ms, best_ms, strict=True)]
     print(
         f"those {what} {statistics.median(found_ms):.2f} ms: {statistics.median(losses):+.1%}, "
         f"by seed {min(losses):+.1%} to {max(losses):+.1%}"
     )
+    return statistics.median(losses)
 
 
-def _with_head_in_one(profile: Profile) -> Profile:
-    """Return the profile with the whole backward of its last layer in I."""
-    head = profile.layers[-1]
-    times = head.times(DEVICE)
-    whole = replace(times, input_gradient_ns=_split_ns(times), weight_gradient_ns=0)
-    return replace(profile, layers=(*profile.layers[:-1], replace(head, times_by_device={DEVICE: whole})))
+def main() -> int:
+    """Print everything."""
+    torch.set_num_threads(1)
+    largest_model()
+    model = open_model("nemotron-nano-9b-v2")
+    head = replace(model.layers[-1], is_splittable=True)
+    published = published_profile(model)
+    plain = estimated(model, published)
+    split_head = estimated(replace(model, layers=(*model.layers[:-1], head)), published)
+    print_times(plain)
+    return 0 if plans(published, plain, split_head) else 1
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    largest_model()
-    plans(*published_and_estimated())
+    sys.exit(main())
