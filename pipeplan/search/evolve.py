@@ -18,10 +18,10 @@ FloatArray = NDArray[np.float64]
 PACE, BACKWARD_FIRST, ROUND_TRIP, AHEAD, PATIENCE, W_FIT, W_BACKLOG, FORWARD_SPREAD, BACKWARD_SPREAD = range(9)
 NUM_KNOBS = 9
 # Low, high and step of each knob; times are in units of the busiest rank's work on one micro-batch.
-KNOB_LOW = np.array([0.0, -4.0, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-KNOB_HIGH = np.array([3.0, 6.0, 4.0, 8.0, 1.0, 1.0, 12.0, 2.0, 2.0])
-KNOB_STEP = np.array([0.2, 0.5, 0.25, 0.7, 0.15, 0.25, 1.0, 0.2, 0.2])
-DEFAULT_KNOBS = np.array([1.0, 1.0, 1.2, 1.0, 0.1, 0.5, 6.0, 1.0, 1.0])
+KNOB_LOW = np.array([0.0, -6.0, 0.6, 0.0, 0.0, 0.0, 0.0, -1.0, 0.0])
+KNOB_HIGH = np.array([3.0, 6.0, 5.0, 16.0, 1.0, 1.0, 16.0, 3.0, 8.0])
+KNOB_STEP = np.array([0.2, 0.5, 0.25, 0.7, 0.15, 0.2, 1.0, 0.2, 0.4])
+DEFAULT_KNOBS = np.array([0.7, -1.0, 2.0, 7.0, 0.3, 0.2, 8.0, 1.0, 3.0])
 
 NO_MEMORY_SCORE = 1e18
 TIES_APART_SCORE = 4e18
@@ -275,16 +275,16 @@ def _mutate(instance, genome, freedom, state):  # type: ignore[no-untyped-def]
                     changed = shift_boundaries(genome.atoms, genome.ranks, state) or changed
             elif num_stages < 2 or uniform(state) < 0.5:
                 choice = 0.6
-        if 0.50 <= choice < 0.80:
+        if 0.50 <= choice < 0.84:
             knob = below(state, NUM_KNOBS)
             scale = KNOB_STEP[knob] * (1.0 if uniform(state) < 0.8 else 3.0)
             value = genome.knobs[knob] + bell(state) * scale
             genome.knobs[knob] = min(max(value, KNOB_LOW[knob]), KNOB_HIGH[knob])
             changed = True
-        elif 0.80 <= choice < 0.84:
+        elif 0.84 <= choice < 0.87:
             genome.limit_change[below(state, num_stages)] += 1 if uniform(state) < 0.5 else -1
             changed = True
-        elif 0.84 <= choice < 0.92:
+        elif 0.87 <= choice < 0.92:
             scale = 0.3 if uniform(state) < 0.7 else 1.5
             genome.urgency[below(state, 2), below(state, num_stages)] += bell(state) * scale
             changed = True

@@ -43,12 +43,15 @@ IntArray = NDArray[np.int64]
 
 CHUNK_WORK = 1_500_000.0  # between two looks at the budget: about a tenth of a second
 FEWEST_CHUNKS = 300
-ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)  # of the budget; the rest goes to local search on orders
+# Of the budget; the rest goes to local search on orders, which pays where there are few ops.
+ROUND_SHARES = (0.15, 0.15, 0.15, 0.15, 0.15, 0.15)
+FEW_OPS_ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)
+FEW_OPS = 300  # F, I and W of two stages a rank
 KEPT_SHARE = 0.4
 MAX_REPLICAS = 4  # tracks for one placement, which end up far apart
-FIRST_STEPS = 500  # that a track should get in the first round, for another replica to pay
+FIRST_STEPS = 170  # that a track should get in the first round, for another replica to pay
 SHORT_BATCH = 3  # micro-batches a rank that show how a longer batch runs
-FEWEST_STEPS = 120  # that a track should get in the first round, to be started at all
+FEWEST_STEPS = 90  # that a track should get in the first round, to be started at all
 HOT, COLD = 0.006, 0.0003
 ORDER_HOT, ORDER_COLD = 0.004, 0.0001
 BOUNDARY_SHARE = 0.15
@@ -102,6 +105,8 @@ class Tuner:
         self._instance: Instance = self._whole
         self._num_atoms = len(self._instance.num_layers) - 1
         self._chunk_work = min(CHUNK_WORK, budget.expected_work / FEWEST_CHUNKS)
+        num_ops = 6 * problem.num_ranks * problem.num_micro_batches
+        self._round_shares = FEW_OPS_ROUND_SHARES if num_ops <= FEW_OPS else ROUND_SHARES
         self._seeds = np.random.SeedSequence(seed)
         self._margin = np.zeros(problem.num_ranks, dtype=np.int64)
         self._tracks: list[Track] = []
@@ -128,9 +133,10 @@ class Tuner:
         self._use_short_batch()
         tracks = self._tracks
         tracks.extend(self._starting_tracks())
-        temperatures = np.geomspace(HOT, COLD, len(ROUND_SHARES) + 1)
-        for number, share in enumerate(ROUND_SHARES):
-            if number == len(ROUND_SHARES) - 1:
+        shares = self._round_shares
+        temperatures = np.geomspace(HOT, COLD, len(shares) + 1)
+        for number, share in enumerate(shares):
+            if number == len(shares) - 1:
                 self._use_whole_batch()
             until = self._budget.fraction + share
             for index, track in enumerate(tracks):
@@ -159,7 +165,7 @@ class Tuner:
         """Return tracks for as many placements and replicas as the budget can follow."""
         starts = placements(self._problem, self._num_atoms)
         per_stage = 3.0 * self._instance.num_micro_batches
-        first_work = ROUND_SHARES[0] * self._budget.expected_work
+        first_work = self._round_shares[0] * self._budget.expected_work
         while len(starts) > 1 and sum(map(len, starts)) * per_stage * FEWEST_STEPS > first_work:
             starts.pop()
         once = sum(map(len, starts)) * per_stage * FIRST_STEPS
