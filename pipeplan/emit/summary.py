@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeplan.emit.comparison import ComparedPlan, Comparison
 from pipeplan.plan.types import Plan
-from pipeplan.simulate import Timeline
+from pipeplan.simulate import NoisyMakespans, Timeline
 from pipeplan.units import gb_from_bytes, ms_from_ns
 
 
@@ -33,6 +33,21 @@ def timeline_summary(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "makespan_ms": ms_from_ns(timeline.makespan_ns),
         "bubble_fraction": timeline.bubble_fraction,
         "ranks": ranks,
+    }
+
+
+def noise_summary(noisy: NoisyMakespans) -> dict[str, Any]:
+    """Return what a batch takes under noise, in ms."""
+    return {
+        "spread": noisy.spread,
+        "samples": noisy.num_samples,
+        "seed": noisy.seed,
+        "mean_ms": ms_from_ns(noisy.mean_ns),
+        "standard_error_ms": ms_from_ns(noisy.standard_error_ns),
+        "median_ms": ms_from_ns(noisy.quantile_ns(0.5)),
+        "p95_ms": ms_from_ns(noisy.quantile_ns(0.95)),
+        "worst_ms": ms_from_ns(noisy.worst_ns),
+        "waiting_ms": ms_from_ns(noisy.waiting_ns),
     }
 
 

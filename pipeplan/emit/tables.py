@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import ComparedPlan, Comparison
 from pipeplan.plan.types import Plan, Prediction
-from pipeplan.simulate import Timeline
+from pipeplan.simulate import NoisyMakespans, Timeline
 from pipeplan.units import gb_from_bytes, ms_from_ns
 
 
@@ -27,7 +27,7 @@ class Table:
     footnote: str | None = None
 
 
-def format_ms(value_ns: int) -> str:
+def format_ms(value_ns: float) -> str:
     """Return milliseconds with four significant digits or one decimal, whichever is finer."""
     value = ms_from_ns(value_ns)
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}" if value < 0.1 else f"{value:.2f}"
@@ -114,6 +114,29 @@ def memory_table(timeline: Timeline, cluster: Cluster) -> Table:
         rows=tuple(rows),
         highlighted=heaviest,
         footnote=f"Rank {heaviest} is the heaviest, {format_gb(totals[heaviest])}.",
+    )
+
+
+def noise_table(noisy: NoisyMakespans) -> Table:
+    """Return what a batch takes under noise, beside what it takes without."""
+    times = {
+        "mean": noisy.mean_ns,
+        "median": noisy.quantile_ns(0.5),
+        "95th percentile": noisy.quantile_ns(0.95),
+        f"worst of {noisy.num_samples:,}": noisy.worst_ns,
+    }
+    rows = [("without noise", format_ms(noisy.planned_ns), "")]
+    for name, time_ns in times.items():
+        change = time_ns / noisy.planned_ns - 1.0 if noisy.planned_ns else 0.0
+        rows.append((name, format_ms(time_ns), f"{change:+.1%}"))
+    return Table(
+        heading=f"Under {noisy.spread:.1%} noise",
+        columns=("", "time (ms)", "change"),
+        rows=tuple(rows),
+        footnote=(
+            f"Of the mean, {format_ms(noisy.waiting_ns)} ms (standard error {format_ms(noisy.standard_error_ns)}) "
+            "are added waiting."
+        ),
     )
 
 

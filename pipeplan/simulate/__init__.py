@@ -1,10 +1,11 @@
-"""The simulator: the dependency rule, the one clock, memory over time, the timeline and its bubbles."""
+"""The simulator: the dependency rule, the one clock, memory over time, the timeline and its bubbles, noise."""
 
 from pipeplan.simulate.clock import Clocked, run_clock
 from pipeplan.simulate.costs import CostTable, StageCosts
 from pipeplan.simulate.dependencies import Result, ResultKind, needs, result_of
 from pipeplan.simulate.encoding import EncodedOrder, decode_order, encode_order
 from pipeplan.simulate.memory import MemoryPeak, peak_bytes_by_rank, peak_memory
+from pipeplan.simulate.noise import NoisyMakespans, noisy_makespans
 from pipeplan.simulate.timeline import Bubble, TimedOp, TimedTransfer, Timeline, simulate
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CostTable",
     "EncodedOrder",
     "MemoryPeak",
+    "NoisyMakespans",
     "Result",
     "ResultKind",
     "StageCosts",
@@ -22,6 +24,7 @@ __all__ = [
     "decode_order",
     "encode_order",
     "needs",
+    "noisy_makespans",
     "peak_bytes_by_rank",
     "peak_memory",
     "result_of",

@@ -166,6 +166,26 @@ def test_simulate_under_other_costs(run: Run, tmp_path: Path, golden_plan: Path)
     assert "+100.0%" in run("simulate", golden_plan, "--cluster", slow).err
 
 
+def test_simulate_under_noise(run: Run, golden_plan: Path) -> None:
+    """--noise adds what the batch takes with noise, byte for byte the same for the same seed; it alone takes a seed."""
+    options = ("simulate", golden_plan, "--noise", 0.1, "--samples", 200)
+    first = run(*options, "--seed", 7, "--json")
+    assert first.status == 0, first.err
+    assert run(*options, "--seed", 7, "--json").out == first.out != run(*options, "--json").out
+    result = json.loads(first.out)
+    noise = result["noise"]
+    assert (noise["spread"], noise["samples"], noise["seed"]) == (0.1, 200, 7)
+    assert result["makespan_ms"] < noise["mean_ms"] < noise["p95_ms"] < noise["worst_ms"]
+    assert noise["waiting_ms"] == pytest.approx(noise["mean_ms"] - result["makespan_ms"])
+    shown = " ".join(run(*options, "--seed", 7).out.split())
+    for words in ("Under 10.0% noise", f"mean {noise['mean_ms']:,.1f} +", "95th percentile", "worst of 200"):
+        assert words in shown
+    refused = run("simulate", golden_plan, "--noise", 10)
+    assert (refused.status, refused.out) == (1, "")
+    assert "0.1 for 10 %" in refused.err
+    assert run("simulate", golden_plan, "--seed", 7).status == 2
+
+
 def test_show_puts_a_measured_trace_beside_the_plan(run: Run, tmp_path: Path, golden_plan: Path) -> None:
     """--measured shows both times of every rank and the error of the batch; another plan's trace is refused."""
     loaded = load_plan(golden_plan)
