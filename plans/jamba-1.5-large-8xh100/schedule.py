@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:7d4f8b8fbba0f76857efa3d03ede830b7dfe9410b3e39562068460acffaa85c9:
-32 micro-batches through 32 stages on 8 ranks. What rank 0 does:
+Plan sha256:6b929bdd534397eb99faba95302da70c026a5397d309f4e1d2011c1245b0f280:
+32 micro-batches through 16 stages on 8 ranks. What rank 0 does:
 
     for instructions in Schedule(32, 8, stage_id=0).steps():
         print(instructions)

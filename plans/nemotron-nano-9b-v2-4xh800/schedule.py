@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:23193af5e92e43d605db3d57ea232d276a64c4932da2436fa6739189da68f810:
-8 micro-batches through 20 stages on 4 ranks. What rank 0 does:
+Plan sha256:db90db788423babd454a1f941f4c362f7d770d10fe5024bf787d1c0c475eae98:
+8 micro-batches through 12 stages on 4 ranks. What rank 0 does:
 
     for instructions in Schedule(8, 4, stage_id=0).steps():
         print(instructions)

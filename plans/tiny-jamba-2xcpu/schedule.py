@@ -1,6 +1,6 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:eb641eba932be7c894f18ef8e74ae71607da37b184cabf4452d2696558d6ff45:
+Plan sha256:1127a76597f85e6f7ff39ec001f42cfbd822e4abe100e21921ffe89d2b1655a9:
 8 micro-batches through 7 stages on 2 ranks. What rank 0 does:
 
     for instructions in Schedule(8, 2, stage_id=0).steps():
