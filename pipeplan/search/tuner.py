@@ -45,7 +45,7 @@ CHUNK_WORK = 1_500_000.0  # between two looks at the budget: about a tenth of a 
 FEWEST_CHUNKS = 300
 # Of the budget; the rest goes to local search on orders, which pays where there are few ops.
 ROUND_SHARES = (0.15, 0.15, 0.15, 0.15, 0.15, 0.15)
-FEW_OPS_ROUND_SHARES = (0.2, 0.16, 0.16, 0.2)
+FEW_OPS_ROUND_SHARES = (0.25, 0.2, 0.2, 0.2)
 FEW_OPS = 300  # F, I and W of two stages a rank
 KEPT_SHARE = 0.4
 MAX_REPLICAS = 4  # tracks for one placement, which end up far apart

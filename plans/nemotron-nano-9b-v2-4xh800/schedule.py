@@ -1,7 +1,7 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:db90db788423babd454a1f941f4c362f7d770d10fe5024bf787d1c0c475eae98:
-8 micro-batches through 12 stages on 4 ranks. What rank 0 does:
+Plan sha256:d2a3bab5f20eff4dec8933f8fa63b869f9b5543b34289eb96edcd653cdc243ad:
+8 micro-batches through 16 stages on 4 ranks. What rank 0 does:
 
     for instructions in Schedule(8, 4, stage_id=0).steps():
         print(instructions)

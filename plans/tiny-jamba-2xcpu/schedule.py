@@ -1,6 +1,6 @@
 """The schedule of this plan as a DeepSpeed PipeSchedule.
 
-Plan sha256:1127a76597f85e6f7ff39ec001f42cfbd822e4abe100e21921ffe89d2b1655a9:
+Plan sha256:d1ea798ad78f36090b1d040593939acf9c6eee7ab0ddd665f75fe6ccdc501bb0:
 8 micro-batches through 7 stages on 2 ranks. What rank 0 does:
 
     for instructions in Schedule(8, 2, stage_id=0).steps():
