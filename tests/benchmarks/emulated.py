@@ -533,7 +533,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
 def main() -> None:
     """Run the parts and print one table each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS], help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=5, help="timed batches of each case; the median counts")
@@ -541,6 +541,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for plans and traces; default: a temporary one")
     parser.add_argument("--timeout", type=int, default=1200, help="seconds for one launch")
     arguments = parser.parse_args()
+    unknown = [name for name in arguments.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     arguments.parts = arguments.parts or list(PARTS)
     arguments.output = arguments.output or Path(tempfile.mkdtemp(prefix="pipeplan-emulated-"))
     for part in dict.fromkeys(PARTS[name] for name in arguments.parts):
