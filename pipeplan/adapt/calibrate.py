@@ -32,6 +32,8 @@ _SCALE_SPREAD_BY_SOURCE = {"measured": 0.01, "estimated": 0.3}
 _OVERHEAD_SPREAD_NS = 1_000_000.0
 _NOISE_SHARE = 0.005  # of an op's time, below which differences are taken for noise
 _NOISE_NS = 10_000.0
+_ALIKE = 1.5  # ratio of the longest op of a kind to the shortest, up to which slower layers look like an overhead
+_LARGE_SHARE = 0.02  # of an op's time: an overhead that matters
 _UNLIMITED_GB_PER_S = 1000.0  # of a link without figures: its measured latency then holds the bytes as well
 
 
@@ -91,7 +93,15 @@ def calibrate(traces: Sequence[Trace], profile: Profile, cluster: Cluster) -> Ca
         measured_ns=round(median(trace.finish_ns for trace in traces)),
         before_ns=round(median(simulate(trace.plan, profile, cluster).makespan_ns for trace in traces)),
         after_ns=round(median(simulate(trace.plan, corrected, calibrated).makespan_ns for trace in traces)),
-        notes=tuple(_notes(missing, bool(messages.pairs), bool(steps), cluster.num_ranks)),
+        notes=tuple(
+            _notes(
+                missing,
+                is_ambiguous=_is_ambiguous(observations, overheads),
+                has_waits=bool(messages.pairs),
+                has_steps=bool(steps),
+                num_ranks=cluster.num_ranks,
+            )
+        ),
     )
 
 
@@ -108,8 +118,16 @@ def _check_fit(trace: Trace, profile: Profile, cluster: Cluster) -> None:
         )
 
 
-def _notes(missing: Sequence[OpKind], has_waits: bool, has_steps: bool, num_ranks: int) -> list[str]:
+def _notes(
+    missing: Sequence[OpKind], *, is_ambiguous: bool, has_waits: bool, has_steps: bool, num_ranks: int
+) -> list[str]:
     notes = []
+    if is_ambiguous:
+        notes.append(
+            "the stages in the trace take about as long as each other: what they take beyond the profile counts as "
+            "overhead of every op, though the layers may be slower instead, and plans with more stages may look slower "
+            "than they are; add the trace of a plan with smaller stages to tell the two apart"
+        )
     if missing:
         names = ", ".join(kind.name for kind in missing)
         notes.append(f"no {names} in the trace: taken like the kinds nearest to them; trace a plan that has them")
@@ -186,6 +204,19 @@ def _op_overheads(
     found = dict(zip(kinds, (solution * _OVERHEAD_SPREAD_NS).tolist(), strict=True))
     missing = [kind for kind in OpKind if kind not in found]
     return found | {kind: _nearest_overhead(kind, found, cluster) for kind in missing}, missing
+
+
+def _is_ambiguous(observations: Sequence[OpObservation], overheads: Mapping[OpKind, float]) -> bool:
+    """Return whether a large overhead was found from ops of about one length, so that it may be none."""
+    for kind, overhead_ns in overheads.items():
+        durations_ns = [observed.duration_ns for observed in observations if observed.kind is kind]
+        if (
+            durations_ns
+            and max(durations_ns) <= _ALIKE * min(durations_ns)
+            and overhead_ns > _LARGE_SHARE * max(durations_ns)
+        ):
+            return True
+    return False
 
 
 def _nearest_overhead(kind: OpKind, found: Mapping[OpKind, float], cluster: Cluster) -> float:

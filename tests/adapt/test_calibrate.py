@@ -158,6 +158,20 @@ def test_traces_of_two_partitions_tell_layers_apart() -> None:
     assert times[0] == pytest.approx(1.0, rel=0.02)
 
 
+def test_slower_layers_that_look_like_an_overhead() -> None:
+    """Stages of one size can't tell slower layers from an overhead, which is said; smaller stages beside them can."""
+    profile, cluster = profile_of([4.0] * 8), replace(machine(), host_overhead_ns={})
+    truth = slowed(profile, [1.1] * 8)
+    even = trace_of(plan_of(all_kinds(), "2,2,2,2"), truth, cluster)
+    uneven = trace_of(plan_of(all_kinds(), "1,3,3,1"), truth, cluster)
+    alone = calibrate([even], profile, cluster)
+    assert alone.cluster.host_overhead_ns["F"] > 500_000
+    assert "plan with smaller stages" in alone.notes[0]
+    both = calibrate([even, uneven], profile, cluster)
+    assert both.cluster.host_overhead_ns["F"] < 100_000
+    assert both.notes == ()
+
+
 def test_hiccups_do_not_matter() -> None:
     """Single ops that take far too long, as on a shared machine, leave the result as it is."""
     profile, cluster = profile_of(FORWARD_MS), machine()
