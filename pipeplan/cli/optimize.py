@@ -97,6 +97,7 @@ def optimize(
     from pipeplan.emit.comparison import comparison_of_search
     from pipeplan.emit.ds_config import read_base_config
     from pipeplan.emit.folder import check_replaceable, emit_plan_folder, launch_line
+    from pipeplan.emit.launch import hosts_of
     from pipeplan.emit.summary import comparison_summary, timeline_summary
     from pipeplan.emit.tables import comparison_table
     from pipeplan.plan.layout import Partition, Placement
@@ -119,6 +120,7 @@ def optimize(
         link_gb_per_s=link_gb_per_s,
         data_parallel=data_parallel,
     )
+    hosts_of(where)  # what can't be launched is refused before the search, not after
     other_states = states_of_other_replicas(costs, where.num_replicas)
     if other_states is not None and not quiet:
         print_message(f"warning: {other_states}")

@@ -74,7 +74,9 @@ class Comparison:
     def gain(self) -> float | None:
         """Share of the best baseline's time that the plan saves; ``None`` where no baseline fits."""
         best = self.best_baseline
-        return None if best is None else 1.0 - self.plan.makespan_ns / best.makespan_ns
+        if best is None:
+            return None
+        return 1.0 - self.plan.makespan_ns / best.makespan_ns if best.makespan_ns else 0.0
 
     @property
     def verdict(self) -> str:

@@ -50,8 +50,8 @@ def comparison_table(comparison: Comparison) -> Table:
     rows.append(_compared(plan, plan))
     highlighted = len(rows) - 1
     if comparison.lower_bound_ns is not None:
-        ratio = comparison.lower_bound_ns / plan.makespan_ns
-        rows.append(("lower bound", "", format_ms(comparison.lower_bound_ns), "", "", f"{ratio:.3f}", ""))
+        ratio = _ratio(comparison.lower_bound_ns, plan)
+        rows.append(("lower bound", "", format_ms(comparison.lower_bound_ns), "", "", ratio, ""))
     return Table(
         heading="Comparison",
         columns=("plan", "split", "time (ms)", "bubble", "peak memory", "time / plan's", "fits"),
@@ -76,9 +76,14 @@ def _compared(row: ComparedPlan, plan: ComparedPlan) -> tuple[str, ...]:
         format_ms(row.makespan_ns),
         f"{row.bubble_fraction:.1%}",
         format_gb(row.peak_memory_bytes),
-        f"{row.makespan_ns / plan.makespan_ns:.3f}",
+        _ratio(row.makespan_ns, plan),
         "yes" if row.fits else "no",
     )
+
+
+def _ratio(time_ns: int, plan: ComparedPlan) -> str:
+    """Return a time as a multiple of the plan's; nothing where the plan takes none, as under a profile of zeros."""
+    return f"{time_ns / plan.makespan_ns:.3f}" if plan.makespan_ns else ""
 
 
 def bubble_table(plan: Plan, timeline: Timeline) -> Table:

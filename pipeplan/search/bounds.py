@@ -13,7 +13,12 @@ Transfers, memory and the reductions after the last op are left out, so the boun
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +67,23 @@ def _atom_times(problem: Problem) -> tuple[FloatArray, FloatArray, FloatArray]:
     return forward, backward, whole
 
 
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Keep what HiGHS prints, a line left over from debugging, out of the output that scripts read."""
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _bottleneck_ns(problem: Problem, forward: FloatArray, backward: FloatArray, whole: FloatArray) -> float:
     count = problem.num_micro_batches
     before = np.concatenate(([0.0], np.cumsum(forward)))[:-1]
@@ -107,7 +129,7 @@ def _work_ns(problem: Problem, forward: FloatArray, backward: FloatArray, whole:
     goal[0] = 1.0
     whole_numbers = np.ones(size)
     whole_numbers[0] = 0.0
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet_stdout():
         warnings.simplefilter("ignore")  # running out of nodes is expected: the bound so far counts
         solved = milp(
             goal,

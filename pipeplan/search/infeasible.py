@@ -6,49 +6,36 @@ one micro-batch through its stages, and its largest workspace; fewer micro-batch
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeplan.errors import PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.search.baselines import Baseline
-from pipeplan.search.partition import split_by_time
+from pipeplan.search.one_at_a_time import fits_on, least_memory_bytes
+from pipeplan.search.partition import atom_bounds
 from pipeplan.search.problem import Problem
+from pipeplan.search.structures import num_groups_with_ties
 from pipeplan.units import gb_from_bytes
-
-IntArray = NDArray[np.int64]
-
-
-def least_memory_bytes(problem: Problem, partition: Partition, placement: Placement) -> IntArray:
-    """Return what each rank needs to run one micro-batch at a time, boundaries included, [num_ranks]."""
-    costs = problem.table.stage_costs(partition, placement)
-    needed = costs.state_bytes.copy()
-    workspace = np.zeros_like(needed)
-    boundaries = np.zeros_like(needed)
-    for stage, rank in enumerate(placement.rank_by_stage):
-        needed[rank] += max(int(costs.activation_bytes[stage]), 0)
-        workspace[rank] = max(workspace[rank], int(costs.workspace_bytes[stage]))
-        before = int(costs.boundary_bytes[stage - 1]) if stage else 0
-        boundaries[rank] = max(boundaries[rank], before + int(costs.boundary_bytes[stage]))
-    needed += workspace
-    return needed + boundaries if problem.profile.count_boundary_buffers else needed
 
 
 def explain_infeasible(
-    problem: Problem, partition: Partition, placement: Placement, failure: str = "no plan fits"
+    problem: Problem,
+    partition: Partition,
+    placement: Placement,
+    *,
+    roomiest: tuple[Partition, Placement] | None = None,
+    failure: str = "no plan fits",
 ) -> str:
     """Return the message: the rank that lacks most under the layout that came closest, and what would fit.
 
     Args:
+        roomiest: The layout whose heaviest rank needs least, for the cap that would do; the closest if not given.
         failure: What the message starts with, where less was tried than every plan.
     """
     if not problem.respects_ties(partition, placement):
-        return (
-            "no layout found keeps the layers that share a weight on one rank; drop --colocate-tied, or fix a "
-            "partition and placement that do"
-        )
+        return _explain_ties(problem)
     needed = least_memory_bytes(problem, partition, placement)
     lacking = [
         (int(needed[rank]) - usable, rank) for rank, usable in enumerate(problem.usable_bytes) if usable is not None
@@ -67,7 +54,20 @@ def explain_infeasible(
         f"use {_gb(usable)}{reserved}, {_gb(missing)} too little, in the layout that comes closest "
         f"({_short(partition.num_layers_by_stage)} layers on ranks {_short(placement.rank_by_stage)})"
     )
-    return f"{closest}; {_remedies(problem, partition, placement)}"
+    return f"{closest}; {_remedies(problem, partition, placement, roomiest)}"
+
+
+def _explain_ties(problem: Problem) -> str:
+    num_groups = num_groups_with_ties(problem)
+    if problem.constraints.placement is None and num_groups < problem.num_ranks:
+        return (
+            f"with the layers that share a weight on one rank, {num_groups} groups of layers are left for "
+            f"{problem.num_ranks} ranks; drop --colocate-tied, or use {num_groups} ranks or fewer"
+        )
+    return (
+        "no layout found keeps the layers that share a weight on one rank; drop --colocate-tied, or fix a partition "
+        "and placement that do"
+    )
 
 
 def explain_no_named_order(problem: Problem, known: Sequence[Baseline]) -> str:
@@ -94,16 +94,20 @@ def explain_no_named_order(problem: Problem, known: Sequence[Baseline]) -> str:
     )
 
 
-def _remedies(problem: Problem, partition: Partition, placement: Placement) -> str:
+def _remedies(
+    problem: Problem, partition: Partition, placement: Placement, roomiest: tuple[Partition, Placement] | None
+) -> str:
     reserve = problem.cluster.memory_reserve_bytes
     needed = least_memory_bytes(problem, partition, placement)
-    remedies = [f"give every rank {_gb_up(int(needed.max()) + reserve)} of memory"]
+    enough = needed if roomiest is None else least_memory_bytes(problem, *roomiest)
+    remedies = [f"give every rank {_gb_up(int(enough.max()) + reserve)} of memory"]
     states = problem.table.stage_costs(partition, placement).state_bytes
     caps = np.array([2**62 if usable is None else usable for usable in problem.usable_bytes])
     if problem.profile.micro_batch_size > 1 and bool((states + (needed - states) // 2 <= caps).all()):
         remedies.append(f"halve the micro-batch size ({problem.profile.micro_batch_size}) and profile again")
-    more = _enough_ranks(problem)
-    if more is not None and problem.constraints == type(problem.constraints)():
+    is_free = problem.constraints == type(problem.constraints)() and roomiest is not None
+    more = _enough_ranks(problem) if is_free else None
+    if more is not None:
         remedies.append(f"use {more} such ranks")
     if not problem.table.can_recompute:
         remedies.append("profile with recomputation, which keeps less from forward to backward")
@@ -113,25 +117,10 @@ def _remedies(problem: Problem, partition: Partition, placement: Placement) -> s
 
 def _enough_ranks(problem: Problem) -> int | None:
     """Return the smallest number of ranks like rank 0 on which a contiguous split fits, if any."""
-    layers = problem.profile.layers
-    usable = problem.usable_bytes[0]
-    if usable is None:
-        return None
-    per_layer = [
-        round(layer.num_parameters * problem.profile.state_bytes_per_parameter) + layer.activation_bytes
-        for layer in layers
-    ]
-    for num_ranks in range(problem.num_ranks + 1, min(len(layers), 8 * problem.num_ranks) + 1):
-        try:
-            partition = split_by_time(layers, per_layer, num_ranks)
-        except PlanError:  # fewer places to cut than ranks: no more to try
-            return None
-        heaviest = max(
-            sum(per_layer[index] for index in partition.layers(stage))
-            + max(layers[index].workspace_bytes for index in partition.layers(stage))
-            for stage in range(num_ranks)
-        )
-        if heaviest <= usable:
+    cluster = problem.cluster
+    most = min(len(atom_bounds(problem.profile.layers)) - 1, 8 * problem.num_ranks)
+    for num_ranks in range(problem.num_ranks + 1, most + 1):
+        if fits_on(problem, dataclasses.replace(cluster, ranks=(cluster.ranks[0],) * num_ranks, link_by_pair={})):
             return num_ranks
     return None
 

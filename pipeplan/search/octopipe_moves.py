@@ -23,6 +23,7 @@ from pipeplan.search.evolve import (
     schedule_genome,
 )
 from pipeplan.search.instance import build_instance
+from pipeplan.search.one_at_a_time import one_at_a_time
 from pipeplan.search.partition import balanced_bounds, split_uniform
 from pipeplan.search.problem import Candidate, Evaluation, Problem
 from pipeplan.simulate import EncodedOrder, encode_order
@@ -87,7 +88,10 @@ class Moves:
         return partition, placement
 
     def start(self) -> State | None:
-        """Return 1F1B on the first layout; a list schedule where that does not fit or is not defined."""
+        """Return 1F1B on the first layout; where that does not fit or is not defined, a list schedule.
+
+        Where that does not fit either, one micro-batch at a time; ``None`` where nothing fits.
+        """
         partition, placement = self.first_layout()
         num_ranks = self._problem.num_ranks
         atoms = np.diff(np.searchsorted(self._layer_bounds, partition.bounds))
@@ -106,7 +110,7 @@ class Moves:
             state = self._schedule(atoms, ranks, PLAIN_KNOBS, is_fused)
             if state is not None:
                 return state
-        return None
+        return self._judge(atoms, PLAIN_KNOBS, fused, one_at_a_time(self._problem, partition, placement))
 
     def balance(self, state: State) -> State | None:
         """Move layers from the most to the least loaded rank until balanced; return the best state on the way."""

@@ -89,18 +89,21 @@ def with_proof(
     """
     fixed = problem.constraints
     limits = {} if work_limit is None else {"work_limit": work_limit}
-    exact = exact_plan(
-        problem.profile,
-        problem.cluster,
-        problem.num_micro_batches,
-        partition=fixed.partition,
-        placement=fixed.placement,
-        recomputed_stages=found.plan.recomputed_stages if fixed.partition is not None else (),
-        colocate_tied=fixed.colocate_tied,
-        incumbent=found.plan,
-        time_limit_s=time_limit_s,
-        **limits,
-    )
+    try:
+        exact = exact_plan(
+            problem.profile,
+            problem.cluster,
+            problem.num_micro_batches,
+            partition=fixed.partition,
+            placement=fixed.placement,
+            recomputed_stages=found.plan.recomputed_stages if fixed.partition is not None else (),
+            colocate_tied=fixed.colocate_tied,
+            incumbent=found.plan,
+            time_limit_s=time_limit_s,
+            **limits,
+        )
+    except InfeasibleError as error:  # such as where only layouts that it does not go through, or recomputation, fit
+        return dataclasses.replace(found, notes=(f"not proved: the exact search has no plan of its own: {error}",))
     better = exact.plan if exact.makespan_ns < found.makespan_ns else found.plan
     assert better.prediction is not None
     layouts = f"the {exact.num_layouts} layouts with up to 2 stages a rank" if exact.num_layouts > 1 else "this layout"

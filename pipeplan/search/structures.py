@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
+
 from pipeplan.plan.orders import folded_placement, looped_placement
+from pipeplan.search.partition import atom_bounds, split_by_time
 from pipeplan.search.problem import Problem
 
 MAX_LAPS = 6
 FEW_USUAL = 6  # beside placements made for unequal memory
+MOST_TIED = 4  # placements made for tied layers
 SMALL_SHARE = 0.8  # of the largest memory: what counts as little
 
 
@@ -34,10 +39,11 @@ def placements(problem: Problem, num_atoms: int) -> list[tuple[int, ...]]:
     unique = [ranks for ranks in dict.fromkeys(found) if least <= len(ranks) <= most]
     plain = [ranks for ranks in unique if _is_plain(ranks)]
     usual = sorted(plain or unique, key=lambda ranks: _promise(ranks, num_ranks))
+    tied = _ties_together(problem, usual, most) if fixed.colocate_tied and problem.table.tied_layers else []
     small_last = [ranks for ranks in _small_ranks_last(problem) if least <= len(ranks) <= most]
     if small_last:
         del usual[FEW_USUAL:]
-    return list(dict.fromkeys([*small_last, *usual]))
+    return list(dict.fromkeys([*small_last, *tied, *usual]))
 
 
 def _small_ranks_last(problem: Problem) -> list[tuple[int, ...]]:
@@ -59,6 +65,49 @@ def _small_ranks_last(problem: Problem) -> list[tuple[int, ...]]:
                 (*(roomy[index] for index in after[:count]), *small) for count in range(len(whole), len(after))
             )
     return found
+
+
+def num_groups_with_ties(problem: Problem) -> int:
+    """Return how many groups of layers can go to different ranks, where those that share a weight stay together."""
+    fixed = problem.constraints.partition
+    bounds = atom_bounds(problem.profile.layers) if fixed is None else fixed.bounds
+    return len(set(_groups(problem, bounds)))
+
+
+def _groups(problem: Problem, bounds: Sequence[int]) -> list[int]:
+    """Return a group for each part of the layers, the first part of the group: parts that share weights are in one."""
+    group = list(range(len(bounds) - 1))
+    for _, layers in problem.table.tied_layers.values():
+        joined = {group[bisect.bisect_right(bounds, layer) - 1] for layer in layers}
+        group = [min(joined) if each in joined else each for each in group]
+    return group
+
+
+def _ties_together(problem: Problem, usual: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+    """Return placements that keep layers which share a weight on one rank, with the layers balanced by time.
+
+    Every number of stages up to the first few that leave enough groups of stages for the ranks is tried; the finest
+    split leaves most.
+    """
+    num_ranks = problem.num_ranks
+    fixed = problem.constraints.partition
+    lengths = [len(ranks) for ranks in usual] + list(range(num_ranks, most + 1))
+    found: list[tuple[int, ...]] = []
+    for num_stages in dict.fromkeys(lengths):
+        if len(found) >= MOST_TIED:
+            break
+        partition = fixed or split_by_time(problem.profile.layers, problem.layer_ns, num_stages)
+        if partition.num_stages != num_stages:
+            continue
+        group = _groups(problem, partition.bounds)
+        firsts = sorted(set(group))
+        if len(firsts) < num_ranks:
+            continue
+        for layout in (looped_placement, folded_placement):
+            in_turn = layout(num_ranks, -(-len(firsts) // num_ranks)).rank_by_stage
+            rank_by_group = dict(zip(firsts, in_turn, strict=False))
+            found.append(tuple(rank_by_group[each] for each in group))
+    return list(dict.fromkeys(found))
 
 
 def _promise(ranks: tuple[int, ...], num_ranks: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ All scores are checked with the simulator before they count: an *incumbent* fits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from pipeplan.search.budget import ORDER_STEP_WEIGHT, Budget
 from pipeplan.search.evolve import (
     DEFAULT_KNOBS,
     NO_MEMORY_SCORE,
+    TIES_APART_SCORE,
     Freedom,
     Genome,
     Workshop,
@@ -32,12 +33,13 @@ from pipeplan.search.evolve import (
     schedule_genome,
 )
 from pipeplan.search.instance import Instance, build_instance
+from pipeplan.search.one_at_a_time import Layout, layouts_of_placements, one_at_a_time, roomiest_layout
 from pipeplan.search.order_search import INVALID, Bench, Ordering, build_bench, makespan_of, search_order
 from pipeplan.search.partition import balanced_bounds
 from pipeplan.search.problem import Candidate, Evaluation, Problem, fuse_backward
 from pipeplan.search.randomness import random_state
 from pipeplan.search.structures import placements
-from pipeplan.simulate import EncodedOrder, encode_order
+from pipeplan.simulate import EncodedOrder, encode_order, peak_bytes_by_rank, run_clock
 
 IntArray = NDArray[np.int64]
 
@@ -145,6 +147,8 @@ class Tuner:
                 self._offer_track(track)
             tracks.sort(key=lambda track: track.scores[1])
             del tracks[max(3, round(len(tracks) * KEPT_SHARE)) :]
+        if self.incumbent is None:
+            self._offer_one_at_a_time()
         self._search_orders(tracks)
         self._fuse()
         self._fuse_single()
@@ -188,6 +192,10 @@ class Tuner:
         )
         workshop = build_workshop(self._whole, num_stages, self._margin)
         score = schedule_genome(instance, genome, workshop, np.inf)
+        if score == TIES_APART_SCORE and fixed.partition is None:  # placements for tied layers balance them by time
+            sums = instance.time_sums[0]
+            genome.atoms[:] = np.diff(balanced_bounds(np.diff(sums[0, :, 0] + sums[0, :, 1]), num_stages))
+            score = schedule_genome(instance, genome, workshop, np.inf)
         sums = instance.time_sums[0]
         freedom = Freedom(
             boundaries=fixed.partition is None,
@@ -266,11 +274,36 @@ class Tuner:
             track.scores[0] = schedule_genome(self._instance, track.current, track.workshop, np.inf)
             track.scores[1] = schedule_genome(self._instance, track.best, track.workshop, np.inf)
 
-    def closest_layout(self) -> tuple[Partition, Placement]:
-        """Return the layout that needs least beyond the caps, for when nothing fits."""
-        starts = self._tracks or [self._track(ranks) for ranks in placements(self._problem, self._num_atoms)]
-        closest = min(starts, key=lambda track: track.scores[1])
-        return self._partition(closest.best.atoms), Placement(tuple(closest.best.ranks.tolist()))
+    def closest_layouts(self) -> tuple[Layout, Layout]:
+        """Return the layout that needs least beyond the caps, and the one whose heaviest rank needs least of all.
+
+        Where no layout keeps tied layers together, both are one that doesn't.
+        """
+        closest = roomiest_layout(self._problem, self._layouts, within_caps=True)
+        roomiest = roomiest_layout(self._problem, self._layouts_to_start_from, within_caps=False)
+        if closest is None or roomiest is None:
+            apart = next(self._layouts(self._problem))
+            return apart, apart
+        return closest, roomiest
+
+    def _layouts_to_start_from(self, problem: Problem) -> Iterator[Layout]:
+        return layouts_of_placements(problem, placements(problem, self._num_atoms))
+
+    def _layouts(self, problem: Problem) -> Iterator[Layout]:
+        """Yield the layouts to start from and those that the tracks have come to."""
+        yield from self._layouts_to_start_from(problem)
+        for track in self._tracks:
+            yield self._partition(track.best.atoms), Placement(tuple(track.best.ranks.tolist()))
+
+    def _offer_one_at_a_time(self) -> None:
+        """Where nothing fits yet, try what needs least memory: one micro-batch at a time."""
+        for layout in self.closest_layouts():
+            candidate = one_at_a_time(self._problem, *layout)
+            evaluation = self._problem.evaluate(candidate)
+            assert evaluation is not None, "one micro-batch at a time never deadlocks"
+            self._offer(candidate, evaluation)
+        if self.incumbent is not None:
+            self._given.append(self.incumbent[0])
 
     def _candidate_of(self, track: Track) -> Candidate:
         schedule_genome(self._whole, track.best, track.workshop, np.inf)
@@ -326,8 +359,12 @@ class Tuner:
         order = candidate.order
         ordering = Ordering(atoms, order.stage.copy(), order.kind.copy(), order.micro_batch.copy())
         ranks = np.array(candidate.placement.rank_by_stage, dtype=np.int64)
-        bench = build_bench(self._whole, ordering, ranks, recomputed, order.offsets.copy(), self._margin)
+        margin = self._margin.copy()
+        bench = build_bench(self._whole, ordering, ranks, recomputed, order.offsets.copy(), margin)
         score = makespan_of(self._whole, ordering, bench)
+        if score >= INVALID and (room := self._room_beside(candidate)) is not None:
+            np.minimum(margin, room, out=margin)  # it fits as it is: keep free as much as it leaves
+            score = makespan_of(self._whole, ordering, bench)
         if score >= INVALID:
             return None
         can_move = self._problem.constraints.partition is None
@@ -340,6 +377,16 @@ class Tuner:
             boundary_share=BOUNDARY_SHARE if can_move else 0.0,
             rank_by_stage=candidate.placement.rank_by_stage,
         )
+
+    def _room_beside(self, candidate: Candidate) -> IntArray | None:
+        """Return what a candidate that fits leaves free of each rank's cap, boundaries in flight not counted."""
+        evaluation = self._problem.evaluate(candidate)
+        if evaluation is None or not evaluation.fits:
+            return None
+        costs = self._problem.table.stage_costs(candidate.partition, candidate.placement, candidate.recomputed_stages)
+        clocked = run_clock(costs, candidate.order, self._problem.num_micro_batches)
+        peaks = peak_bytes_by_rank(costs, candidate.order, clocked, count_boundaries=False)
+        return self._whole.usable_bytes - peaks
 
     def _search_order(self, track: OrderTrack, goal: float, begin: float, span: float) -> None:
         work_per_step = ORDER_STEP_WEIGHT * len(track.current.stage)

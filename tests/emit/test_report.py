@@ -103,6 +103,13 @@ def test_verdict_is_honest(baselines: list[ComparedPlan], words: str) -> None:
     assert "12.5% above" in (comparison_table(comparison).footnote or "")
 
 
+def test_a_plan_that_takes_no_time() -> None:
+    """A profile of zeros, such as a draft, has no ratios and no gain; the table stands all the same."""
+    comparison = Comparison(plan=compared("this plan", 0), baselines=(compared("1F1B", 0),), lower_bound_ns=0)
+    assert comparison.gain == 0.0
+    assert [row[5] for row in comparison_table(comparison).rows] == ["", "", ""]
+
+
 def test_each_order_stands_once_with_its_best_fitting_split() -> None:
     """Of one order's splits the table shows the fastest that fits, even where a faster one does not."""
     rows = [

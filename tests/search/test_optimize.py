@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scipy.optimize import milp
 
-from pipeplan.cluster import Cluster, equal_ranks, read_cluster
+from pipeplan.cluster import Cluster, Link, Rank, equal_ranks, read_cluster
 from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.profile import Profile, read_profile
-from pipeplan.search import Progress, optimize
+from pipeplan.profile.types import LayerProfile, LayerTimes, Recomputation
+from pipeplan.search import Progress, SearchResult, bounds, optimize
 from pipeplan.search.exact import exact_plan
 from pipeplan.search.problem import Problem
 from pipeplan.search.structures import placements
@@ -57,6 +61,50 @@ def test_says_what_would_fit(profile: Profile) -> None:
     optimize(profile, equal_ranks(4, "h800-sxm", memory_gb=cap), num_micro_batches=8, work_limit=1_000_000)
 
 
+@pytest.mark.parametrize("strategy", ["default", "octopipe", "exact"])
+@pytest.mark.parametrize("can_recompute", [False, True])
+def test_finds_the_only_order_that_fits(strategy: str, can_recompute: bool) -> None:
+    """Caps that hold one micro-batch at a time, boundaries included, and not a byte more: a plan; a byte less: none.
+
+    By hand: rank 1 holds both layers of its stage (30 MB, or 10 MB where they recompute), the activation that came in
+    (8 MB) or the gradient that goes out, and 4 MB of workspace; rank 0 sends as much and holds 4 MB.
+    """
+    times = {
+        "gpu": LayerTimes(
+            forward_ns=1_000_000,
+            backward_ns=2_000_000,
+            input_gradient_ns=1_000_000,
+            weight_gradient_ns=1_000_000,
+        )
+    }
+    layer = LayerProfile(
+        name="layers.0", kind="mlp", num_parameters=0, output_bytes=8_000_000, activation_bytes=4_000_000,
+        held_for_w_bytes=5_000_000, workspace_bytes=4_000_000, is_splittable=True, times_by_device=times,
+    )  # fmt: skip
+    large = replace(layer, name="layers.1", activation_bytes=20_000_000)
+    last = replace(layer, name="layers.2", activation_bytes=10_000_000)
+    if can_recompute:
+        large, last = (replace(each, recomputation=Recomputation(times, 5_000_000)) for each in (large, last))
+    profile = Profile(
+        model="m", source="measured", micro_batch_size=1, sequence_length=1, dtype="bf16",
+        state_bytes_per_parameter=16, count_boundary_buffers=True, layers=(layer, large, last),
+    )  # fmt: skip
+    count = 3 if strategy == "exact" else 30  # more than the default strategy solves exactly
+    needs = (16_000_000, (10_000_000 if can_recompute else 30_000_000) + 12_000_000)
+
+    def search(*caps: int) -> SearchResult:
+        cluster = Cluster(ranks=tuple(Rank("gpu", cap) for cap in caps), within_node=Link(5_000, 1.0))
+        return optimize(
+            profile, cluster, num_micro_batches=count, partition=Partition((1, 2)), work_limit=50_000, strategy=strategy
+        )
+
+    assert search(*needs).plan.prediction.peak_memory_bytes_by_rank == needs  # type: ignore[union-attr]
+    with pytest.raises(InfeasibleError):
+        search(needs[0], needs[1] - 1)
+    with pytest.raises(InfeasibleError):
+        search(needs[0] - 1, needs[1])
+
+
 def test_fewer_layers_than_ranks(profile: Profile) -> None:
     """More ranks than layers is one clear error."""
     with pytest.raises(PlanError, match="58 layers can't fill 60 stages"):
@@ -98,6 +146,51 @@ def test_tied_layers_that_a_fixed_layout_parts(strategy: str, profile: Profile) 
             work_limit=100_000,
             strategy=strategy,
         )
+
+
+def test_finds_layouts_that_keep_tied_layers_together(profile: Profile) -> None:
+    """Two shared weights on three ranks, which no usual placement keeps together; too many ranks are refused."""
+    ties = {0: "embedding", 8: "embedding", 1: "other", 4: "other"}
+    layers = tuple(replace(layer, tied=ties.get(index)) for index, layer in enumerate(profile.layers[:9]))
+    tied = replace(profile, layers=layers)
+
+    def search(num_ranks: int, partition: Partition | None) -> SearchResult:
+        return optimize(
+            tied, equal_ranks(num_ranks, "h800-sxm"), num_micro_batches=3, partition=partition, colocate_tied=True,
+            work_limit=50_000,
+        )  # fmt: skip
+
+    for partition in (None, Partition((1,) * 9), Partition((1, 1, 2, 2, 2, 1))):
+        plan = search(3, partition).plan
+        rank_by_layer = [
+            rank
+            for rank, size in zip(plan.placement.rank_by_stage, plan.partition.num_layers_by_stage, strict=True)
+            for _ in range(size)
+        ]
+        assert rank_by_layer[0] == rank_by_layer[8]
+        assert rank_by_layer[1] == rank_by_layer[4]
+        assert set(rank_by_layer) == {0, 1, 2}
+    assert search(7, None).plan.num_ranks == 7
+    with pytest.raises(InfeasibleError, match="7 groups of layers are left for 8 ranks"):
+        search(8, None)
+
+
+def test_what_highs_prints_stays_out_of_the_output(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """HiGHS prints a line on some problems, past Python's stdout; scripts that read ours must not see it."""
+    libc = ctypes.CDLL(None)
+
+    def talkative(*arguments: Any, **options: Any) -> Any:
+        libc.puts(b"tmpSolver.run();")
+        return milp(*arguments, **options)
+
+    monkeypatch.setattr(bounds, "milp", talkative)
+    print("before")
+    assert bounds.lower_bound_ns(Problem(profile, equal_ranks(4, "h800-sxm"), 8)) > 0
+    print("after")
+    libc.fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 def test_one_rank_with_a_fixed_partition(profile: Profile) -> None:

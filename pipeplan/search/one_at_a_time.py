@@ -1,0 +1,158 @@
+"""The plan that needs least memory: one micro-batch at a time, recomputing wherever that keeps less.
+
+Nothing in a layout needs less, so its peaks say whether a layout can fit at all. Slow as it is, it is the answer where
+caps are so tight that no other order fits, and a start for local search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.cluster import Cluster
+from pipeplan.plan.layout import Partition, Placement
+from pipeplan.plan.ops import Op, OpKind, Order
+from pipeplan.profile.types import Profile
+from pipeplan.search.partition import atom_bounds, split_by_time
+from pipeplan.search.problem import Candidate, Constraints, Problem
+from pipeplan.simulate import encode_order
+
+IntArray = NDArray[np.int64]
+Layout = tuple[Partition, Placement]
+
+ENOUGH = 4  # micro-batches that show the peak; where ops take no time, the next one's boundaries meet the last one's
+MOST_LAYOUTS = 2000  # that a descent looks at
+
+
+def one_at_a_time(problem: Problem, partition: Partition, placement: Placement) -> Candidate:
+    """Return the candidate that runs one micro-batch at a time."""
+    order = []
+    for rank in range(problem.num_ranks):
+        stages = placement.stages(rank)
+        order.append(
+            tuple(
+                Op(stage, kind, micro_batch)
+                for micro_batch in range(problem.num_micro_batches)
+                for kind, each in ((OpKind.F, stages), (OpKind.B, stages[::-1]))
+                for stage in each
+            )
+        )
+    table = problem.table
+    saved = table.activation_sums - table.recomputed_activation_sums
+    recomputed = tuple(
+        stage
+        for stage, (first, last) in enumerate(itertools.pairwise(partition.bounds))
+        if saved[last] > saved[first] and all(table.is_recomputable(layer) for layer in range(first, last))
+    )
+    return Candidate(
+        partition=partition, placement=placement, order=encode_order(Order(tuple(order))), recomputed_stages=recomputed
+    )
+
+
+def least_memory_bytes(problem: Problem, partition: Partition, placement: Placement) -> IntArray:
+    """Return what each rank needs to run one micro-batch at a time, [num_ranks]."""
+    few = _of_few_micro_batches(problem)
+    evaluation = few.evaluate(one_at_a_time(few, partition, placement))
+    assert evaluation is not None, "one micro-batch at a time never deadlocks"
+    return evaluation.peak_bytes_by_rank
+
+
+def roomiest_layout(
+    problem: Problem, starts: Callable[[Problem], Iterator[Layout]], *, within_caps: bool
+) -> Layout | None:
+    """Return the layout whose one-at-a-time plan needs least memory, by descent from the best of ``starts``.
+
+    Args:
+        starts: Layouts of a problem to look at first.
+        within_caps: Whether what is above the caps counts. Otherwise the heaviest rank's peak does, and caps have no
+            say in the result: a cap of that size has it found again.
+
+    Returns:
+        ``None`` where no layout keeps layers that share a weight on one rank, if they must be.
+    """
+    few = _of_few_micro_batches(problem)
+    if not within_caps:
+        ranks = tuple(dataclasses.replace(rank, memory_bytes=None) for rank in problem.cluster.ranks)
+        cluster = dataclasses.replace(problem.cluster, ranks=ranks)
+        few = Problem(problem.profile, cluster, few.num_micro_batches, problem.constraints)
+
+    def need(layout: Layout) -> int | None:
+        if not few.respects_ties(*layout):
+            return None
+        evaluation = few.evaluate(one_at_a_time(few, *layout))
+        assert evaluation is not None, "one micro-batch at a time never deadlocks"
+        return evaluation.excess_bytes if within_caps else int(evaluation.peak_bytes_by_rank.max())
+
+    judged = [(needed, layout) for layout in starts(few) if (needed := need(layout)) is not None]
+    if not judged:
+        return None
+    least, best = min(judged, key=lambda pair: pair[0])
+    left = MOST_LAYOUTS
+    is_better = True
+    while is_better and least > 0:
+        is_better = False
+        for layout in _neighbours(few, best):
+            needed = need(layout)
+            left -= 1
+            if needed is not None and needed < least:
+                least, best, is_better = needed, layout, True
+                break
+            if left <= 0:
+                return best
+    return best
+
+
+def layouts_of_placements(problem: Problem, placements: Sequence[tuple[int, ...]]) -> Iterator[Layout]:
+    """Yield placements with what is fixed, or with layers split by time and by memory."""
+    layers = problem.profile.layers
+    fixed = problem.constraints.partition
+    memory = memory_by_layer(problem.profile)
+    for ranks in placements:
+        if fixed is not None:
+            yield fixed, Placement(ranks)
+            continue
+        for weights in (problem.layer_ns, memory):
+            yield split_by_time(layers, weights, len(ranks)), Placement(ranks)
+
+
+def memory_by_layer(profile: Profile) -> list[int]:
+    """Return the states and the activations of one micro-batch of each layer, in bytes."""
+    return [
+        round(layer.num_parameters * profile.state_bytes_per_parameter) + layer.activation_bytes
+        for layer in profile.layers
+    ]
+
+
+def fits_on(problem: Problem, cluster: Cluster) -> bool:
+    """Return whether layers split by memory over the ranks of ``cluster``, one stage each, fit."""
+    other = Problem(problem.profile, cluster, min(problem.num_micro_batches, ENOUGH), Constraints())
+    partition = split_by_time(problem.profile.layers, memory_by_layer(problem.profile), cluster.num_ranks)
+    evaluation = other.evaluate(one_at_a_time(other, partition, Placement(tuple(range(cluster.num_ranks)))))
+    return evaluation is not None and evaluation.fits
+
+
+def _of_few_micro_batches(problem: Problem) -> Problem:
+    return Problem(problem.profile, problem.cluster, min(problem.num_micro_batches, ENOUGH), problem.constraints)
+
+
+def _neighbours(problem: Problem, layout: Layout) -> Iterator[Layout]:
+    """Yield layouts with one group of layers moved between two stages, or two ranks exchanged."""
+    partition, placement = layout
+    if problem.constraints.partition is None:
+        bounds = atom_bounds(problem.profile.layers)
+        atoms = np.diff(np.searchsorted(bounds, partition.bounds))
+        for donor, taker in itertools.permutations(range(len(atoms)), 2):
+            if atoms[donor] > 1:
+                moved = atoms.copy()
+                moved[donor] -= 1
+                moved[taker] += 1
+                edges = np.array(bounds)[np.concatenate(([0], np.cumsum(moved)))]
+                yield Partition(tuple(np.diff(edges).tolist())), placement
+    if problem.constraints.placement is None and not problem.are_ranks_alike:
+        for one, other in itertools.combinations(range(problem.num_ranks), 2):
+            swap = {one: other, other: one}
+            yield partition, Placement(tuple(swap.get(rank, rank) for rank in placement.rank_by_stage))
