@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from pipeplan.model.anatomy import Anatomy, Others, layer_result, split_hidden
 from pipeplan.model.initialise import initialised_part, initialised_shell
 from pipeplan.model.shells import Reached, shell_of, stub_of
 
+_FROM_BATCH = ("attention_mask", "position_ids")
 _MAX_CACHED = 8  # shapes in use at once: training, evaluation, a last short batch
 
 
@@ -65,16 +67,23 @@ class ForwardContext:
         Args:
             extras: ``attention_mask``, ``position_ids`` and ``inputs_embeds`` where the batch or the model has them.
         """
+        is_fake = type(hidden) is FakeTensor and all(extras.get(name) is None for name in _FROM_BATCH)
         if self._has_embeddings:
             # carries a gradient, so it belongs to one micro-batch's graph
-            return self._run(hidden, extras, extras["inputs_embeds"], training)[index]
+            embeds = extras["inputs_embeds"]
+            others = self._run(hidden, extras, embeds, training)[index]
+            if not is_fake:
+                return others
+
+            def real_but_for_embeds(own: Any, real: Any) -> Any:
+                return own if isinstance(own, Tensor) and own.shape == embeds.shape else real
+
+            found: Others = tree_map(real_but_for_embeds, others, self._arguments_of_shape(index, hidden, training))
+            return found
         with torch.no_grad():
             embeds = hidden.detach()  # only its shape, type and device count
-            if type(embeds) is FakeTensor and not extras:
-                # masks are made by code that looks at values, and does other things where there are none
-                with _disable_current_modes():
-                    stand_in = torch.zeros(1, dtype=hidden.dtype).expand(hidden.shape)
-                    return self.arguments(index, stand_in, extras, training=training)
+            if is_fake:
+                return self._arguments_of_shape(index, hidden, training)
             if type(embeds) is not Tensor:  # wrapped by a transform, which they must not outlive
                 return self._run(hidden, extras, embeds, training)[index]
             key = (
@@ -91,6 +100,15 @@ class ForwardContext:
                 if len(self._cache) > _MAX_CACHED:
                     self._cache.popitem(last=False)
             return self._cache[key][index]
+
+    def _arguments_of_shape(self, index: int, hidden: Tensor, training: bool) -> Others:
+        """Return the arguments for hidden states without values, made from some that have them.
+
+        Masks are made by code that looks at values, and does other things where there are none.
+        """
+        with torch.no_grad(), _disable_current_modes():
+            stand_in = torch.zeros(1, dtype=hidden.dtype).expand(hidden.shape)
+            return self.arguments(index, stand_in, {"inputs_embeds": stand_in}, training=training)
 
     def _masked_arguments(
         self,
@@ -116,7 +134,7 @@ class ForwardContext:
         self._shell.training = training
         self._recorded = []
         self._embeds = embeds
-        inputs = {name: extras[name] for name in ("attention_mask", "position_ids") if extras.get(name) is not None}
+        inputs = {name: extras[name] for name in _FROM_BATCH if extras.get(name) is not None}
         with contextlib.suppress(Reached):
             self._shell(inputs_embeds=embeds, use_cache=False, **inputs)
         recorded, self._recorded, self._embeds = self._recorded, [], None

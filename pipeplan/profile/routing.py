@@ -39,6 +39,26 @@ def routed(layer: Callable[[Any], Any], *, is_skewed: bool) -> Callable[[Any], A
     return run
 
 
+class _ChosenScores(torch.autograd.Function):
+    """Scores at given indices; keeps the indices alone, as ``topk`` does, where ``gather`` keeps the scores too."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape = scores.shape
+        return scores.gather(-1, indices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).scatter(-1, indices, gradient), None
+
+
+def _chosen_scores(scores: Tensor, indices: Tensor) -> Tensor:
+    found: Tensor = _ChosenScores.apply(scores, indices)
+    return found
+
+
 @contextmanager
 def _routing(is_skewed: bool) -> Iterator[None]:
     """Replace what ``topk`` chooses: it is how routers of every family pick experts.
@@ -53,7 +73,7 @@ def _routing(is_skewed: bool) -> Iterator[None]:
         num_experts = scores.shape[-1]
         chosen = chosen_experts(scores.numel() // num_experts, num_experts, k, is_skewed=is_skewed)
         indices = chosen.reshape(*scores.shape[:-1], k).to(scores.device)
-        return torch.return_types.topk((scores.gather(-1, indices), indices))
+        return torch.return_types.topk((_chosen_scores(scores, indices), indices))
 
     torch.topk, Tensor.topk = topk, topk  # type: ignore[assignment,method-assign]
     try:

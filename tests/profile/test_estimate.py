@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeplan.errors import FileFormatError, ProfileError
-from pipeplan.model.source import open_model
+from pipeplan.model.source import model_from_source, open_model
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile import Profile, profile_digest, read_profile, write_profile
 from pipeplan.profile.estimate.efficiency import Efficiency, read_efficiency
@@ -23,7 +23,10 @@ from pipeplan.profile.estimate.kernels import Category, LayerCost
 from pipeplan.profile.estimate.model import estimate_profile, layer_costs
 from pipeplan.profile.estimate.parallel import ParallelSizes, share_of
 from pipeplan.profile.held import activation_bytes, tensors_in
+from pipeplan.profile.measure import measure_profile
+from tests.model.families import config_of
 from tests.profile.published import DEVICE, NANO_9B
+from tests.profile.test_measure import ONCE
 
 torch.set_num_threads(1)
 
@@ -119,6 +122,17 @@ def test_activation_bytes_equal_a_real_run(name: str, dtype: str) -> None:
             assert fused.activation_bytes == expected, layer.name
         assert fused.fused_activation_bytes <= fused.activation_bytes
         assert cost.num_parameters == layer.num_parameters
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "zamba2"])
+def test_activation_bytes_equal_a_measured_profile(family: str) -> None:
+    """Where routing is by rule, router logits travel with the hidden states, or every layer reads the embeddings."""
+    model = model_from_source({"huggingface": config_of(family)})
+    measured = measure_profile(model, micro_batch_size=3, sequence_length=13, dtype="fp32", budget=ONCE)
+    costs = layer_costs(model, micro_batch_size=3, sequence_length=13, dtype="fp32", has_kernels=False)
+    assert {layer.name: cost.activation_bytes for layer, cost in zip(model.layers, costs, strict=True)} == {
+        layer.name: layer.activation_bytes for layer in measured.layers
+    }
 
 
 def test_other_bytes_of_a_linear_layer_equal_a_hand_count() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from pipeplan.model.source import open_model
+from pipeplan.profile.held import activation_bytes
 from pipeplan.profile.measure import measure_profile
 from pipeplan.profile.routing import chosen_experts, routed, routes_tokens
 from tests.profile.test_measure import ONCE
@@ -32,6 +35,23 @@ def test_a_router_is_overruled_inside_the_layer_alone() -> None:
     assert torch.equal(values, scores.gather(1, indices))
     assert values.requires_grad
     assert torch.equal(scores.topk(2).values, torch.sort(scores, descending=True).values[:, :2])
+
+
+def test_an_overruled_router_keeps_and_gives_back_what_its_own_would() -> None:
+    """The bytes that torch's topk keeps for its backward, and a gradient for the chosen scores alone."""
+
+    def layer(scores: torch.Tensor) -> torch.Tensor:
+        values, indices = (2 * scores).topk(2, dim=-1)
+        return values * indices
+
+    def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        return activation_bytes(run, lambda: torch.rand(6, 4, requires_grad=True), keeps_inputs=False)
+
+    assert kept(routed(layer, is_skewed=False)) == kept(layer)
+    scores = torch.rand(6, 4, requires_grad=True)
+    values, indices = routed(lambda inputs: inputs.topk(2, dim=-1), is_skewed=True)(scores)
+    (3 * values).sum().backward()
+    assert torch.equal(scores.grad, torch.zeros(6, 4).scatter(1, indices, 3.0))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("moe", True), ("attention+moe", True), ("mlp", False)])
