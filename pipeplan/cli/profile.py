@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ _LAUNCHED = "Started by the deepspeed launcher"
 
 
 def profile(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="File to write.")],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -217,6 +218,9 @@ def profile(
         layers = open_model(model, granularity=granularity, seed=seed)
         if quiet or device != "cuda":
             silence_transformers()
+        if not quiet and os.environ.get("RANK", "0") == "0":
+            for warning in layers.warnings:
+                print_message(f"warning: {warning}")
         return layers
 
     def finished(profile: Profile) -> Profile:
@@ -265,8 +269,8 @@ def profile(
                 device_name=device_name,
                 on_layer=lambda index, name: describe(f"estimating {name} ({index + 1} of {num_layers})"),
             )
-    found = finished(found)
-    write_profile(found, output)
+        found = finished(found)
+        write_profile(found, output)
     forget_partial(output)
     report_profile(found, output, json=json, quiet=quiet)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,11 @@ from pipeplan.errors import FileFormatError, ModelError, nearest
 
 # Without these, transformers would quietly take the sizes of the family's first published model.
 _DEPTH_KEYS = ("num_hidden_layers", "layers_block_type", "layer_types", "hybrid_override_pattern")
+_WIDTH_KEYS_BY_KIND = {  # the first that the family knows
+    "attention": ("num_attention_heads",),
+    "mlp": ("intermediate_size",),
+    "moe": ("moe_intermediate_size", "intermediate_size"),
+}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -64,7 +69,12 @@ def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
         config = config_class.from_dict(dict(content))
     except Exception as error:  # transformers and its validators raise many kinds
         raise ModelError(f"{where}: transformers refuses this {model_type} config: {one_line(error)}") from error
-    text_config = config.get_text_config()
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"{where}: model type {model_type!r} holds several language models; give the config of one of them"
+        ) from error
     if text_config is not config:
         nested = next(
             (
@@ -89,12 +99,61 @@ def config_from_mapping(content: Mapping[str, Any], where: str) -> Any:
 
 
 def _check_sizes(content: Mapping[str, Any], config: Any, where: str) -> None:
-    aliases = {name: alias for alias, name in type(config).attribute_map.items()}
-    aliases |= type(config).attribute_map
     for choices in (("hidden_size",), _DEPTH_KEYS):
-        keys = {*choices, *(aliases[name] for name in choices if name in aliases)}
-        if not keys & set(content):
-            raise ModelError(f"{where}: key {choices[0]!r} is missing")
+        _check_given(content, config, choices, where)
+
+
+def check_widths(content: Mapping[str, Any], config: Any, kinds: Collection[str], where: str) -> list[str]:
+    """Check that a config gives the sizes that its layers need, where the family would have one of its own for them.
+
+    The language model inside a larger model may leave them out, since that is how transformers saves such configs.
+
+    Args:
+        kinds: Of the model's layers; ``mamba+mlp`` counts as both.
+
+    Returns:
+        What the user should know: the family's vocabulary is taken where the config gives none.
+
+    Raises:
+        ModelError: Another size is missing, or the vocabulary's key is misspelt; names it.
+    """
+    if config.model_type != content["model_type"]:
+        return []
+    for kind in sorted({part for whole in kinds for part in whole.split("+")} & _WIDTH_KEYS_BY_KIND.keys()):
+        key = next((key for key in _WIDTH_KEYS_BY_KIND[kind] if isinstance(_default(config, key), int)), None)
+        if key is not None:
+            _check_given(content, config, (key,), where)
+    if "vocab_size" in _given(content, config) or config.vocab_size is None:
+        return []
+    if nearest("vocab_size", _strange(content, config)):
+        _check_given(content, config, ("vocab_size",), where)
+    return [f"{where} gives no vocab_size; took {config.vocab_size}, transformers' default for {config.model_type}"]
+
+
+def _default(config: Any, key: str) -> Any:
+    return getattr(type(config), type(config).attribute_map.get(key, key), None)
+
+
+def _check_given(content: Mapping[str, Any], config: Any, choices: tuple[str, ...], where: str) -> None:
+    if not _given(content, config) & set(choices):
+        hint = nearest(choices[0], _strange(content, config))
+        raise ModelError(f"{where}: key {choices[0]!r} is missing{hint}")
+
+
+def _given(content: Mapping[str, Any], config: Any) -> set[str]:
+    """Return the keys of ``content``, under all their names."""
+    names = type(config).attribute_map
+    return {
+        *content,
+        *(names[key] for key in content if key in names),
+        *(name for name, alias in names.items() if alias in content),
+    }
+
+
+def _strange(content: Mapping[str, Any], config: Any) -> list[str]:
+    """Return the keys that mean nothing to the family."""
+    known = type(config).attribute_map
+    return sorted(key for key in content if key not in known and not hasattr(type(config), key))
 
 
 def one_line(error: Exception) -> str:

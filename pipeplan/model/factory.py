@@ -68,8 +68,10 @@ def layers_from_factory(text: str, root: Path, *, name: str | None = None, seed:
     return ModelLayers(
         name=name or text.partition(":")[2],
         layers=tuple(_source(layer, index, seed, text) for index, layer in enumerate(layers)),
-        loss_function=loss_function,
-        sample_batch=sample_batch if callable(sample_batch) else partial(_given_batch, tuple(sample_batch)),
+        loss_function=partial(_checked_loss, loss_function, text),
+        sample_batch=partial(_made_batch, sample_batch, text)
+        if callable(sample_batch)
+        else partial(_given_batch, tuple(sample_batch)),
         source={"factory": text, "root": str(root.resolve())},
     )
 
@@ -204,6 +206,33 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _given_batch(batch: tuple[Any, Any], micro_batch_size: int, sequence_length: int, seed: int) -> tuple[Any, Any]:
     return batch
+
+
+def _made_batch(make: Callable[..., Any], text: str, micro_batch_size: int, sequence_length: int, seed: int) -> Any:
+    try:
+        batch = make(micro_batch_size, sequence_length, seed)
+    except Exception as error:  # the user's own code may raise anything
+        raise ModelError(
+            f"factory {text}: its sample batch function failed, called with (micro_batch_size={micro_batch_size}, "
+            f"sequence_length={sequence_length}, seed={seed}): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ModelError(
+            f"factory {text}: its sample batch function returned {_describe(batch)}; expected (inputs, labels)"
+        )
+    return tuple(batch)
+
+
+def _checked_loss(loss_function: Callable[[Any, Any], Any], text: str, outputs: Any, labels: Any) -> torch.Tensor:
+    loss = loss_function(outputs, labels)
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(f"factory {text}: its loss function returned {_describe(loss)}; expected one number, a tensor")
+    if loss.numel() != 1:
+        raise ModelError(
+            f"factory {text}: its loss function returned a tensor of shape {list(loss.shape)}; expected one number, "
+            "such as the mean"
+        )
+    return loss
 
 
 def _describe(value: Any) -> str:

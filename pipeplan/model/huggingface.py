@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipeplan.errors import ModelError
 from pipeplan.model.anatomy import Anatomy, dissect
-from pipeplan.model.config import config_from_mapping, one_line
+from pipeplan.model.config import check_widths, config_from_mapping, one_line
 from pipeplan.model.context import ForwardContext
 from pipeplan.model.initialise import initialised_part, seed_of
 from pipeplan.model.kinds import identity_of, kind_of
@@ -209,6 +209,7 @@ def layers_from_config(
     config = config_from_mapping(content, where or name)
     model = HuggingFaceModel(config, seed, where or name, granularity)
     layers = tuple(model.source(unit) for unit in model.units)
+    warnings = check_widths(content, config, {layer.kind for layer in layers}, where or name)
     return ModelLayers(
         name=name,
         layers=layers,
@@ -216,6 +217,7 @@ def layers_from_config(
         sample_batch=partial(_sample_batch, config.vocab_size),
         source={"huggingface": dict(content), "granularity": granularity},
         vocab_size=config.vocab_size,
+        warnings=tuple(warnings),
         checkpoint=HuggingFaceCheckpoint(
             model.model, tuple(layer.weight_names for layer in layers), model.owner_by_name
         ),

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeplan.errors import ModelError
 from pipeplan.model.anatomy import Anatomy, has_weights
+from pipeplan.model.config import one_line
 from pipeplan.model.initialise import initialised_part
 from pipeplan.model.shells import BaseOutput, shell_of, stub_of
 
@@ -34,19 +35,23 @@ def loss_of(anatomy: Anatomy, config: Any) -> Callable[[Any, Any], Tensor]:
         loss: Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
         return loss
 
+    what = type(model).__name__
     own = _OwnLoss(anatomy)
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(1, _NUM_PROBE_TOKENS, config.vocab_size, generator=generator) * 5
     labels = torch.randint(config.vocab_size, (1, _NUM_PROBE_TOKENS), generator=generator)
     labels[0, 2] = -100
     with torch.no_grad():
-        logits, expected = own.run(raw, labels)
+        try:
+            logits, expected = own.run(raw, labels)
+        except Exception as error:  # any failure of foreign code means the same: a loss that needs more
+            raise ModelError(f"{what}: its loss can't be computed from its logits alone ({one_line(error)})") from error
         if torch.equal(cross_entropy(logits, labels), expected):
             from_logits = cross_entropy
         elif torch.equal(own(logits, labels), expected):
             from_logits = own
         else:
-            raise ModelError(f"{type(model).__name__}: its loss can't be computed from its logits alone")
+            raise ModelError(f"{what}: its loss can't be computed from its logits alone")
     if not anatomy.has_router_loss:
         return from_logits
     coefficient = float(getattr(model, "router_aux_loss_coef", config.router_aux_loss_coef))
@@ -71,7 +76,7 @@ class _OwnLoss:
         for name in anatomy.head_names:
             part = model.get_submodule(name)
             if part is head:
-                self._shell._modules[name] = _Answer(self, head)
+                self._shell._modules[name] = stub_of(part, lambda *args: self._raw)
                 found = True
             elif not has_weights(part):
                 self._shell._modules[name] = initialised_part(model, name, seed=0)
@@ -90,15 +95,3 @@ class _OwnLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of logits that the model takes for the head's output."""
         return self.run(logits, labels)[1]
-
-
-class _Answer(nn.Module):
-    """Stands for the head module: answers with the output that it is to have had."""
-
-    def __init__(self, loss: _OwnLoss, head: nn.Module) -> None:
-        super().__init__()
-        self._loss = loss
-        self.weight = head.weight  # for its type
-
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        return self._loss._raw

@@ -87,6 +87,14 @@ def no_batch():
     return [nn.Linear(8, 8)], nn.functional.mse_loss, 3
 
 
+def batch_fails():
+    return [nn.Linear(8, 8)], nn.functional.mse_loss, lambda micro_batch_size, sequence_length, seed: 1 // seed
+
+
+def odd_loss():
+    return [nn.Linear(8, 8)], lambda outputs, labels: outputs - labels, lambda *shape: 5
+
+
 value = 7
 '''
 
@@ -190,6 +198,17 @@ def test_faulty_factories_are_refused(package: Path, text: str, message: str) ->
     with pytest.raises(ModelError, match=message) as caught:
         open_model(text)
     assert text in str(caught.value)
+
+
+def test_what_a_factorys_functions_return_is_checked(package: Path) -> None:
+    """A sample batch that fails or is no pair, and a loss that is no single number, are laid to the factory."""
+    with pytest.raises(ModelError, match=r"shop.models:batch_fails: .*seed=0\): ZeroDivisionError"):
+        open_model("shop.models:batch_fails").sample_batch(1, 1, 0)
+    model = open_model("shop.models:odd_loss")
+    with pytest.raises(ModelError, match=r"shop.models:odd_loss: .*returned a int; expected \(inputs, labels\)"):
+        model.sample_batch(1, 1, 0)
+    with pytest.raises(ModelError, match=r"shop.models:odd_loss: .*shape \[2, 8\]; expected one number"):
+        model.loss_function(torch.zeros(2, 8), torch.zeros(2, 8))
 
 
 def test_a_factory_has_no_sublayers(package: Path) -> None:

@@ -114,6 +114,24 @@ def faulty_files(folder: Path) -> dict[str, tuple[str, type[PipeplanError], str]
             ModelError,
             "key 'hidden_size' is missing",
         ),
+        "no-words.json": (
+            json.dumps({key: value for key, value in llama.items() if key != "vocab_size"} | {"vocabsize": 96}),
+            ModelError,
+            r"key 'vocab_size' is missing \(did you mean 'vocabsize'\?\)",
+        ),
+        "no-heads.json": (
+            json.dumps({key: value for key, value in llama.items() if key != "num_attention_heads"}),
+            ModelError,
+            "key 'num_attention_heads' is missing$",
+        ),
+        "no-experts.json": (
+            json.dumps(
+                {key: value for key, value in config_of("qwen3_next").items() if key != "moe_intermediate_size"}
+            ),
+            ModelError,
+            "key 'moe_intermediate_size' is missing",
+        ),
+        "music.json": (json.dumps({"model_type": "musicgen"}), ModelError, "several language models"),
         "text.json": (json.dumps({**llama, "vocab_size": "many"}), ModelError, "vocab_size"),
         "heads.json": (json.dumps({**llama, "num_attention_heads": 7}), ModelError, "heads"),
         "encoder.json": (json.dumps({"model_type": "t5", "d_model": 8}), ModelError, "no causal language model"),
@@ -135,6 +153,24 @@ def test_faulty_configs_are_refused_by_name(name: str, tmp_path: Path) -> None:
         open_model(str(path))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_language_model_inside_a_larger_one_may_leave_sizes_out() -> None:
+    """As published Gemma-3 configs do: transformers saves of a nested config only what differs from its defaults."""
+    left_out = ("vocab_size", "num_attention_heads", "intermediate_size")
+    text = {key: value for key, value in config_of("gemma3_text").items() if key not in left_out}
+    model = model_from_source({"huggingface": {"model_type": "gemma3", "text_config": text}})
+    assert model.vocab_size == 262208
+    assert not model.warnings
+
+
+def test_a_missing_vocabulary_is_said() -> None:
+    """The family's own is taken, as many hand-written configs mean it, but not without a word."""
+    config = {key: value for key, value in config_of("jamba").items() if key != "vocab_size"}
+    model = model_from_source({"huggingface": config})
+    assert model.vocab_size == 65536
+    assert model.warnings == ("jamba gives no vocab_size; took 65536, transformers' default for jamba",)
+    assert not model_from_source({"huggingface": config_of("jamba")}).warnings
 
 
 def test_unknown_models_are_refused_with_what_exists(tmp_path: Path) -> None:
