@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,37 @@ def read_to_update(output: Path) -> KeptProfile:
     return KeptProfile(str(output), read_profile(output))
 
 
+def check_updatable(
+    existing: KeptProfile, model: ModelLayers, settings: Settings, device_names: Collection[str]
+) -> None:
+    """Check, before anything is measured, that times on other device types can stay beside those to come.
+
+    Args:
+        device_names: Device types to be measured.
+
+    Raises:
+        ProfileError: They are of another model or under other conditions.
+    """
+    others = [device for device in existing.profile.devices if device not in device_names]
+    if not others:
+        return
+    profile = existing.profile
+    pairs: dict[str, tuple[Any, Any]] = {
+        "micro-batch size": (profile.micro_batch_size, settings.micro_batch_size),
+        "sequence length": (profile.sequence_length, settings.sequence_length),
+        "dtype": (profile.dtype, settings.dtype),
+        "model": (profile.model, model.name),
+        "layers": ([layer.name for layer in profile.layers], [layer.name for layer in model.layers]),
+    }
+    for what, (kept, now) in pairs.items():
+        if kept != now:
+            change = "other layers" if what == "layers" else f"{what} {kept}, now {now}"
+            raise ProfileError(
+                f"{existing.where} has times on {', '.join(others)} too, which can't stay: {change}; write to another "
+                "file with -o, or leave --update out to replace it"
+            )
+
+
 def measure_resumably(
     output: Path,
     model: ModelLayers,
@@ -128,6 +159,8 @@ def measure_resumably(
     """
     name = recorded_name(settings.device, device_name)
     existing = read_to_update(output) if is_update else None
+    if existing is not None:
+        check_updatable(existing, model, settings, [name])
     kept = [*([] if existing is None else [existing]), *read_partials(output, on_message)]
     found = measure_what_is_new(
         model, settings, name, kept, partial_path(output), on_layer=on_layer, on_message=on_message

@@ -1,4 +1,4 @@
-"""Training data of emitted scripts: the bytes of a text file, or a factory's sample batches."""
+"""Training data of emitted scripts: the bytes of a text file, or a model's sample batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def sampled_micro_batches(
     replica: int,
     num_seen: int = 0,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a factory's sample batches without end, each with a seed of its own, ``num_seen`` of them left out."""
+    """Yield a model's sample batches without end, each with a seed of its own, ``num_seen`` of them left out."""
     seed = num_seen * num_replicas + replica
     while True:
         yield sample_batch(micro_batch_size, sequence_length, seed)

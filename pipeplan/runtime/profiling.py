@@ -23,6 +23,7 @@ from pipeplan.profile.resume import (
     KeptProfile,
     OnMessage,
     Settings,
+    check_updatable,
     forget_partial,
     measure_what_is_new,
     partial_path,
@@ -99,6 +100,8 @@ def profile_on_board(
     model = task.open_model()
     _check_same(board, _description(model, task.settings))
     kept, existing = _gather_kept(board, task, on_message if board.rank == 0 else lambda text: None)
+    if existing is not None and board.rank == 0:
+        check_updatable(existing, model, task.settings, [one for one in type_by_rank if one is not None])
     device_type = type_by_rank[board.rank]
     if device_type is not None:
         is_first = type_by_rank.index(device_type) == board.rank

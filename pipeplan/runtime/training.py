@@ -29,6 +29,8 @@ from pipeplan.runtime.data import ByteText, sampled_micro_batches, text_micro_ba
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
 
+_NUM_ASCII = 128  # token ids of the text that comes with pipeplan
+
 
 def train(folder: Path, arguments: Sequence[str] | None = None) -> None:
     """Train the model of the plan in ``folder``; the ``deepspeed`` launcher runs this on every rank.
@@ -48,7 +50,11 @@ def _parser(folder: Path) -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps to train")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and of dropout")
-    parser.add_argument("--data", type=Path, help="text file; default: a small text that comes with pipeplan")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="text file; default: a small text that comes with pipeplan, or random tokens below 128 token ids",
+    )
     parser.add_argument("--init", type=Path, help="folder of Hugging Face safetensors to start from")
     parser.add_argument("--resume", type=Path, help="folder of checkpoints; the latest goes on, under this plan")
     parser.add_argument("--save", type=Path, help="folder to save a checkpoint to after the last step")
@@ -116,7 +122,8 @@ def _micro_batches(
     num_replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
     size, length = profile.micro_batch_size, profile.sequence_length
     num_seen = engine.global_samples // (num_replicas * size)  # what a resumed run has trained on already
-    if model.vocab_size is None and data is None:  # nothing says that the model reads tokens
+    if data is None and (model.vocab_size is None or model.vocab_size < _NUM_ASCII):
+        # nothing says that the model reads tokens, or it doesn't know those of our text
         return sampled_micro_batches(model.sample_batch, size, length, num_replicas, replica, num_seen)
     text = ByteText(data or template_path("data/text.txt"), length, model.vocab_size)
     return text_micro_batches(text, size, num_replicas, replica, num_seen)

@@ -121,6 +121,21 @@ def test_an_update_keeps_other_device_types(tmp_path: Path) -> None:
     assert layer.num_built == 2
 
 
+def test_an_update_that_other_device_types_forbid_measures_nothing(tmp_path: Path) -> None:
+    """Their times are of other conditions or layers: said before the first layer is built, and the file stays."""
+    output = tmp_path / "profile.yaml"
+    layer, end = Counted("first"), source("end", lambda: lambda value: value)
+    here, _ = run(output, layer.source, end, device_name="here")
+    write_profile(here, output)
+    content = output.read_bytes()
+    with pytest.raises(ProfileError, match=r"has times on here too, .*: dtype fp32, now bf16; write to another file"):
+        run(output, layer.source, end, device_name="there", is_update=True, dtype="bf16")
+    with pytest.raises(ProfileError, match="other layers"):
+        run(output, layer.source, Counted("more").source, end, device_name="there", is_update=True)
+    assert layer.num_built == 1
+    assert output.read_bytes() == content
+
+
 def test_nothing_to_update(tmp_path: Path) -> None:
     """--update without a profile says so."""
     with pytest.raises(ProfileError, match="nothing to update"):

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeplan.errors import FileFormatError, ModelError
+from pipeplan.model.source import model_from_source
 from pipeplan.runtime.batch import MicroBatches
 from pipeplan.runtime.data import ByteText, text_micro_batches
+from pipeplan.runtime.training import _micro_batches
+from tests.model.families import config_of
+
+
+def test_models_of_few_words_train_on_random_tokens() -> None:
+    """The text that comes with pipeplan holds bytes up to 121; a model that doesn't know them gets tokens it knows."""
+    engine = SimpleNamespace(grid=SimpleNamespace(data_parallel_size=1, data_parallel_id=0), global_samples=0)
+    profile = SimpleNamespace(micro_batch_size=2, sequence_length=16)
+    highest = {}
+    for vocab_size in (50, 256):
+        model = model_from_source({"huggingface": config_of("llama", vocab_size=vocab_size)})
+        tokens, _ = next(_micro_batches(model, profile, engine, None))  # type: ignore[arg-type]
+        assert tokens.shape == (2, 16)
+        highest[vocab_size] = int(tokens.max())
+    assert highest[50] < 50 <= highest[256] < 128
 
 
 @pytest.fixture
