@@ -36,7 +36,9 @@ class Budget:
     def fraction(self) -> float:
         """Share of the tighter limit that is used; 1 or more means that the search should end."""
         by_work = self.work / self.work_limit if self.work_limit else 0.0
-        by_time = (time.monotonic() - self._started) / self.time_limit_s if self.time_limit_s else 0.0
+        by_time = 0.0
+        if self.time_limit_s is not None:
+            by_time = (time.monotonic() - self._started) / self.time_limit_s if self.time_limit_s > 0 else 1.0
         if by_time >= 1.0 and by_work < 1.0:
             self.ended_by_clock = True
         return max(by_work, by_time)

@@ -82,7 +82,7 @@ def optimize(
                 Progress(fraction=fraction, phase=phase, best_makespan_ns=best_makespan_ns, lower_bound_ns=bound)
             )
 
-    tuner = Tuner(problem, known, budget, seed, report)
+    tuner = Tuner(problem, known, budget, seed, report, bound)
     was_interrupted = False
     small: ExactPlan | None = None
     try:

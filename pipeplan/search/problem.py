@@ -15,6 +15,7 @@ from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.types import Plan, Prediction
 from pipeplan.profile.file import profile_digest
 from pipeplan.profile.types import Profile
+from pipeplan.search.partition import atom_bounds
 from pipeplan.simulate import CostTable, EncodedOrder, decode_order, peak_bytes_by_rank, run_clock
 
 IntArray = NDArray[np.int64]
@@ -105,6 +106,12 @@ class Problem:
         if placement is not None:
             num_stages = placement.num_stages if partition is None else partition.num_stages
             placement.check(num_stages, self.num_ranks)
+            most = len(atom_bounds(self.profile.layers)) - 1
+            if num_stages > most:
+                raise PlanError(
+                    f"placement {placement} names {num_stages} stages; the {self.profile.num_layers} layers fill at "
+                    f"most {most}"
+                )
 
     @property
     def are_ranks_alike(self) -> bool:

@@ -97,8 +97,10 @@ class Tuner:
         budget: Budget,
         seed: int,
         report: Callable[[str, int | None], None],
+        lower_bound_ns: int = 0,
     ) -> None:
         """Prepare; ``report`` is called with the phase and the best makespan now and then."""
+        self._lower_bound_ns = lower_bound_ns
         self._problem = problem
         self._known = known
         self._budget = budget
@@ -131,13 +133,15 @@ class Tuner:
         self._offer(candidate, evaluation)
 
     def run(self) -> None:
-        """Search until the budget is used."""
+        """Search until the budget is used or the bound is reached."""
         self._use_short_batch()
         tracks = self._tracks
         tracks.extend(self._starting_tracks())
         shares = self._round_shares
         temperatures = np.geomspace(HOT, COLD, len(shares) + 1)
         for number, share in enumerate(shares):
+            if self._is_at_bound:
+                break
             if number == len(shares) - 1:
                 self._use_whole_batch()
             until = self._budget.fraction + share
@@ -149,9 +153,15 @@ class Tuner:
             del tracks[max(3, round(len(tracks) * KEPT_SHARE)) :]
         if self.incumbent is None:
             self._offer_one_at_a_time()
-        self._search_orders(tracks)
+        if not self._is_at_bound:
+            self._search_orders(tracks)
         self._fuse()
         self._fuse_single()
+
+    @property
+    def _is_at_bound(self) -> bool:
+        """Whether nothing can be faster than what was found, so that more search is in vain."""
+        return self.incumbent is not None and self.incumbent[1].makespan_ns <= self._lower_bound_ns
 
     def _use_short_batch(self) -> None:
         """Search with fewer micro-batches where there are many: what repeats in the middle then costs no time."""

@@ -105,6 +105,22 @@ def test_finds_the_only_order_that_fits(strategy: str, can_recompute: bool) -> N
         search(needs[0] - 1, needs[1])
 
 
+def test_no_time_and_nothing_to_gain(profile: Profile) -> None:
+    """A limit of no seconds ends with the best named order; where the bound is reached, no limit is used up."""
+    hurried = optimize(profile, equal_ranks(2, "h800-sxm"), num_micro_batches=4, time_limit_s=0)
+    assert hurried.best_baseline is not None and hurried.makespan_ns <= hurried.best_baseline.makespan_ns
+    alone = optimize(profile, equal_ranks(1, "h800-sxm"), num_micro_batches=1)
+    assert alone.makespan_ns == alone.lower_bound_ns
+    assert alone.num_ops_tried < 1_000_000
+
+
+def test_placement_of_more_stages_than_layers(profile: Profile) -> None:
+    """A placement that the layers can't fill is one clear error."""
+    few = replace(profile, layers=profile.layers[:4])
+    with pytest.raises(PlanError, match="names 6 stages; the 4 layers fill at most 4"):
+        optimize(few, equal_ranks(2, "h800-sxm"), num_micro_batches=4, placement=Placement((0, 1, 0, 1, 0, 1)))
+
+
 def test_fewer_layers_than_ranks(profile: Profile) -> None:
     """More ranks than layers is one clear error."""
     with pytest.raises(PlanError, match="58 layers can't fill 60 stages"):
