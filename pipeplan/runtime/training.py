@@ -43,6 +43,7 @@ def train(folder: Path, arguments: Sequence[str] | None = None) -> None:
         _train(folder, options)
     except PipeplanError as error:
         sys.exit(f"error: {error}")
+    close_groups()  # here, where the engine is gone
 
 
 def _parser(folder: Path) -> argparse.ArgumentParser:
@@ -98,7 +99,6 @@ def _train(folder: Path, options: argparse.Namespace) -> None:
         trace = engine.trace()
         if dist.get_rank() == 0:
             write_trace(trace, options.trace)
-    close_groups()
 
 
 def _resume(engine: PlannedPipelineEngine, folder: Path) -> None:
