@@ -104,7 +104,7 @@ def optimize(
         if strategy == "baselines":
             why = explain_no_named_order(problem, known)
             raise InfeasibleError(why) if known else PlanError(why)
-        closest, roomiest = tuner.closest_layouts()
+        closest, roomiest = tuner.closest_layouts
         raise InfeasibleError(explain_infeasible(problem, *closest, roomiest=roomiest))
     plan = problem.plan(*tuner.incumbent)
     result = SearchResult(

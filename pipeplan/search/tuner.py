@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -284,8 +285,9 @@ class Tuner:
             track.scores[0] = schedule_genome(self._instance, track.current, track.workshop, np.inf)
             track.scores[1] = schedule_genome(self._instance, track.best, track.workshop, np.inf)
 
+    @cached_property
     def closest_layouts(self) -> tuple[Layout, Layout]:
-        """Return the layout that needs least beyond the caps, and the one whose heaviest rank needs least of all.
+        """The layout that needs least beyond the caps, and the one whose heaviest rank needs least of all.
 
         Where no layout keeps tied layers together, both are one that doesn't.
         """
@@ -307,7 +309,7 @@ class Tuner:
 
     def _offer_one_at_a_time(self) -> None:
         """Where nothing fits yet, try what needs least memory: one micro-batch at a time."""
-        for layout in self.closest_layouts():
+        for layout in self.closest_layouts:
             candidate = one_at_a_time(self._problem, *layout)
             evaluation = self._problem.evaluate(candidate)
             assert evaluation is not None, "one micro-batch at a time never deadlocks"

@@ -19,6 +19,14 @@ from pipeplan.quickstart.machine import cpu_environment, find_script, free_port
 from pipeplan.runtime.checkpoint import read_checkpoint
 from tests.cli.conftest import Run
 
+COUNT_THREADS = """
+    import os
+
+    names = [Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")]
+    Path(__file__).with_name(f"threads-{os.environ['RANK']}").write_text(str(sum("gloo" in name for name in names)))
+"""
+THREADS_OF_A_GROUP = 3
+
 
 def train(plan: Path, *arguments: object) -> None:
     """Run an emitted ``train.py`` on 2 ranks."""
@@ -82,7 +90,11 @@ def test_saved_under_one_plan_and_resumed_under_another(run: Run, tmp_path: Path
     options = ("--save-every", 2, "--losses", tmp_path / "whole.json")
     train(tmp_path / "first", "--steps", 4, "--save", whole, *options)
     options = ("--resume", whole / "global_step2", "--losses", tmp_path / "resumed.json")
+    with (tmp_path / "second" / "train.py").open("a") as script:
+        script.write(COUNT_THREADS)
     train(tmp_path / "second", "--steps", 2, "--save", resumed, *options)
+    for rank in range(2):  # groups whose threads outlive the interpreter may abort it
+        assert int((tmp_path / "second" / f"threads-{rank}").read_text()) <= THREADS_OF_A_GROUP
 
     losses = json.loads((tmp_path / "whole.json").read_text())["losses"]
     assert json.loads((tmp_path / "resumed.json").read_text())["losses"] == pytest.approx(losses[2:], rel=1e-5)
