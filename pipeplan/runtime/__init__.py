@@ -15,7 +15,7 @@ _HOMES = {
     "PlannedPipelineModule": "module",
     "PlannedSchedule": "schedule",
     "RunnablePlan": "loading",
-    "close_groups": "channels",
+    "close_groups": "process_groups",
     "initialize": "launch",
     "load_runnable_plan": "loading",
 }

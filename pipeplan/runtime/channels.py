@@ -7,8 +7,6 @@ no tags are needed; the program's verifier has checked that both ends agree on t
 
 from __future__ import annotations
 
-import gc
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +14,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import p2p
-from deepspeed.utils import groups
 
 from pipeplan.errors import LaunchError
 from pipeplan.plan.ops import Op
@@ -25,7 +21,6 @@ from pipeplan.program.types import Compute, Message, Payload, Program, Send, Wai
 from pipeplan.runtime.boundary import BoundarySpec
 from pipeplan.runtime.deadlines import Deadlines
 
-_LAST_MOMENT_S = 0.1
 _KEPT_SENDS = 2  # to one rank; what a send holds on to is mostly alive for the backward anyhow
 
 # Communicators are scarce (threads and sockets on gloo, device memory on NCCL), so the engines of a process share
@@ -305,19 +300,9 @@ def _ops_by_message(program: Program, rank: int) -> dict[Message, Op]:
     return found
 
 
-def close_groups() -> None:
-    """Close every process group once all ranks are here; collective, the last thing that a script does.
-
-    A group's threads end when nothing refers to it. One that lives on while the interpreter ends may abort the process
-    ("terminate called without an active exception") although the training went well. So DeepSpeed's own references go
-    as well; where the script's engine still holds a group, its threads get a moment to finish what they have at hand.
-    """
-    dist.barrier()
+def forget_groups() -> None:
+    """Let go of every group, so that it ends when nothing else refers to it."""
     _GROUP_BY_PAIR.clear()
-    torch.distributed.destroy_process_group()
-    p2p._grid = groups.mpu = dist.comm.cdb = None
-    gc.collect()
-    time.sleep(_LAST_MOMENT_S)
 
 
 def _ensure_group(source: int, target: int, device: torch.device) -> None:

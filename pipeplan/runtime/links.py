@@ -18,6 +18,8 @@ from pipeplan.cluster import Cluster, Node, Rank, read_cluster
 from pipeplan.errors import LaunchError, PipeplanError
 from pipeplan.profile.links import Pair, Transfer
 from pipeplan.profile.measure import device_name_of
+from pipeplan.runtime.process_groups import calm_down_at_exit, close_groups
+from pipeplan.runtime.shared_memory import release_shared_buffers
 
 SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KB to 64 MB
 _ACK_BYTES = 8
@@ -47,6 +49,7 @@ def measure_links(
     """
     device = _own_device()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    calm_down_at_exit()
     cluster = _cluster_of_launch(cluster_file, device)
     global_ranks = [rank * cluster.num_replicas for rank in range(cluster.num_ranks)]
     if len(global_ranks) < 2:
@@ -62,7 +65,9 @@ def measure_links(
             measured[source, target] = transfers
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, measured)
-    if dist.get_rank() != 0:
+    is_first = dist.get_rank() == 0
+    close_groups()
+    if not is_first:
         return None
     return cluster, {pair: transfers for part in everything for pair, transfers in part.items()}
 
@@ -100,6 +105,7 @@ def _cluster_of_launch(cluster_file: Path | None, device: torch.device) -> Clust
             described["error"] = str(error)
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, described)
+    release_shared_buffers()
     for rank, one in enumerate(everyone):
         if one["error"] is not None:
             raise LaunchError(f"rank {rank}: {one['error']}")

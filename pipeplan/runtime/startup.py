@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from pipeplan.errors import LaunchError, PipeplanError
 from pipeplan.program.verify import VerifiedProgram
 from pipeplan.runtime.loading import RunnablePlan, load_runnable_plan
+from pipeplan.runtime.process_groups import calm_down_at_exit
 from pipeplan.runtime.shared_memory import release_shared_buffers
 
 
@@ -24,6 +25,7 @@ def load_same_plan(plan: str | Path | VerifiedProgram | RunnablePlan) -> Runnabl
     """
     if not dist.is_initialized():
         deepspeed.init_distributed()
+    calm_down_at_exit()
     runnable: RunnablePlan | None = None
     report: dict[str, Any]
     try:

@@ -24,10 +24,10 @@ from pipeplan.profile.file import read_profile
 from pipeplan.profile.types import Profile
 from pipeplan.program.trace import write_trace
 from pipeplan.resources import template_path
-from pipeplan.runtime.channels import close_groups
 from pipeplan.runtime.data import ByteText, sampled_micro_batches, text_micro_batches
 from pipeplan.runtime.engine import PlannedPipelineEngine
 from pipeplan.runtime.module import PlannedPipelineModule
+from pipeplan.runtime.process_groups import calm_down_at_exit, close_groups
 
 _NUM_ASCII = 128  # token ids of the text that comes with pipeplan
 
@@ -67,6 +67,7 @@ def _parser(folder: Path) -> argparse.ArgumentParser:
 
 def _train(folder: Path, options: argparse.Namespace) -> None:
     deepspeed.init_distributed()
+    calm_down_at_exit()
     profile = read_profile(folder / PROFILE_FILE)
     model = _model_of(profile, folder, options.seed)
     module = PlannedPipelineModule(

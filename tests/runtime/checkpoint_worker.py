@@ -12,7 +12,7 @@ import worker
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from pipeplan.errors import PipeplanError
-from pipeplan.runtime.channels import close_groups
+from pipeplan.runtime.process_groups import close_groups
 
 
 def resume(case: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pipeplan.runtime
 from pipeplan.errors import PipeplanError
 from pipeplan.plan.ops import OpKind
 from pipeplan.runtime import trace as runtime_trace
-from pipeplan.runtime.channels import close_groups
+from pipeplan.runtime.process_groups import close_groups
 
 NO_CLIPPING = 1e9  # as in the list of cases
 CASE_LIMIT_S = 150  # a case that hangs shows where, and ends the launch
