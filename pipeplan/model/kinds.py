@@ -48,9 +48,11 @@ def _kind_of_part(attribute: str, part: nn.Module, family: str) -> str | None:
     if "norm" in type(part).__name__.lower():
         return None
     kind = _kind_by_class(part, family) or ("mamba" if attribute == "mamba" else None)
-    if kind is None:
-        inner = (_kind_by_class(module, family) for module in part.modules())
-        kind = next((found for found in inner if found is not None), None)
+    if kind in (None, "mlp"):
+        inner = [found for module in part.modules() if (found := _kind_by_class(module, family)) is not None]
+        kind = (
+            "moe" if kind == "mlp" and "moe" in inner else next(iter(inner), None)
+        )  # GPT-OSS calls its mixture an MLP
     return kind or _kind_by_class(part, "")
 
 

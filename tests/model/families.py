@@ -51,6 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 0.5, **_ATTENTION,
     },
+    "gpt_oss": {
+        "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "output_router_logits": True, "router_aux_loss_coef": 0.2, **_ATTENTION,
+    },
     "gemma3_text": {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 4, **_ATTENTION},
     "mamba2": {
         "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8,

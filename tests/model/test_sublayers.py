@@ -19,6 +19,7 @@ HALVES = {
     "falcon_h1": ["mamba+attention", "mlp"] * 2,
     "deepseek_v3": ["attention", "mlp", "attention", "moe", "attention", "moe"],
     "gemma2": ["attention", "mlp"] * 2,
+    "gpt_oss": ["attention", "moe"] * 2,
     "qwen3_next": ["gated_delta_net", "moe"] * 3 + ["attention", "moe"],
 }
 WHOLE = {
