@@ -59,8 +59,9 @@ class Calibration:
 def calibrate(traces: Sequence[Trace], profile: Profile, cluster: Cluster) -> Calibration:
     """Return the costs under which the simulator reproduces ``traces``.
 
-    Ops first: a common factor on the profile and one overhead for each kind of op explain the medians as far as they
-    can, robustly; the rest corrects the layers' times so that the stages' sums match. Then messages: host overheads of
+    Ops first: what they take besides their layers is overhead, one for each kind. Where the traces don't tell, a common
+    factor on the profile and one overhead for each kind explain the medians as far as they can, robustly. The rest
+    corrects the layers' times so that the stages' sums match. Then messages: host overheads of
     sends and waits, and the latency of links from messages that were waited for. What is left at the end of a batch is
     the overhead of the step.
 
@@ -169,7 +170,26 @@ def _layer_ns(layer: LayerProfile, device: str, kind: OpKind, *, is_recomputed: 
 def _op_overheads(
     observations: Sequence[OpObservation], profile: Profile, cluster: Cluster
 ) -> tuple[dict[OpKind, float], list[OpKind]]:
-    """Return the overhead of each kind in ns, and the kinds that no observation tells anything about.
+    """Return the overhead of each kind in ns, and the kinds that no observation tells anything about."""
+    found = _besides_layers(observations)
+    if found is None:
+        found = _fitted_overheads(observations, profile, cluster)
+    missing = [kind for kind in OpKind if kind not in found]
+    return found | {kind: _nearest_overhead(kind, found, cluster) for kind in missing}, missing
+
+
+def _besides_layers(observations: Sequence[OpObservation]) -> dict[OpKind, float] | None:
+    """Return what ops of each kind take besides their layers, in ns: medians; ``None`` where a trace doesn't tell."""
+    besides: dict[OpKind, list[float]] = defaultdict(list)
+    for observed in observations:
+        if observed.layers_ns is None:
+            return None
+        besides[observed.kind].append(observed.duration_ns - observed.layers_ns)
+    return {kind: median(values) for kind, values in besides.items()}
+
+
+def _fitted_overheads(observations: Sequence[OpObservation], profile: Profile, cluster: Cluster) -> dict[OpKind, float]:
+    """Return the overhead of each observed kind in ns.
 
     Minimises, over a factor for each device type and an overhead for each kind, the differences between measured and
     predicted medians in units of their noise; large ones count less (soft L1). Where the data can't tell a factor from
@@ -201,13 +221,16 @@ def _op_overheads(
 
     start = np.concatenate([np.ones(len(devices)), np.full(len(kinds), 0.1)])
     solution = least_squares(differences, start, bounds=(0.0, np.inf), loss="soft_l1").x[len(devices) :]
-    found = dict(zip(kinds, (solution * _OVERHEAD_SPREAD_NS).tolist(), strict=True))
-    missing = [kind for kind in OpKind if kind not in found]
-    return found | {kind: _nearest_overhead(kind, found, cluster) for kind in missing}, missing
+    return dict(zip(kinds, (solution * _OVERHEAD_SPREAD_NS).tolist(), strict=True))
 
 
 def _is_ambiguous(observations: Sequence[OpObservation], overheads: Mapping[OpKind, float]) -> bool:
-    """Return whether a large overhead was found from ops of about one length, so that it may be none."""
+    """Return whether a large overhead was found from ops of about one length, so that it may be none.
+
+    Never where the traces tell what the layers took.
+    """
+    if _besides_layers(observations) is not None:
+        return False
     for kind, overhead_ns in overheads.items():
         durations_ns = [observed.duration_ns for observed in observations if observed.kind is kind]
         if (

@@ -19,6 +19,7 @@ class OpObservation:
     Attributes:
         first_layer, last_layer: The stage is the layers [first, last).
         duration_ns: Median over micro-batches.
+        layers_ns: Median of the part that the layers themselves take; ``None`` where a trace doesn't tell.
         spread_ns: Median distance from the median.
     """
 
@@ -28,6 +29,7 @@ class OpObservation:
     kind: OpKind
     is_recomputed: bool
     duration_ns: float
+    layers_ns: float | None
     spread_ns: float
     num_samples: int
 
@@ -65,16 +67,22 @@ class MessageObservation:
 def observe_ops(traces: Sequence[Trace]) -> tuple[OpObservation, ...]:
     """Return the ops' durations by stage and kind; stages of equal layers on one rank count together."""
     durations: dict[tuple[int, int, int, OpKind, bool], list[int]] = defaultdict(list)
+    inside: dict[tuple[int, int, int, OpKind, bool], list[int | None]] = defaultdict(list)
     for trace in traces:
         bounds = trace.partition.bounds
         for rank, steps in enumerate(trace.ranks):
-            for timed in steps.ops:
-                stage = timed.op.stage
-                key = (rank, bounds[stage], bounds[stage + 1], timed.op.kind, stage in trace.recomputed_stages)
-                durations[key].append(timed.end_ns - timed.start_ns)
+            for timed in steps.steps:
+                if not isinstance(timed.instruction, Compute):
+                    continue
+                op = timed.instruction.op
+                key = (rank, bounds[op.stage], bounds[op.stage + 1], op.kind, op.stage in trace.recomputed_stages)
+                durations[key].append(timed.duration_ns)
+                inside[key].append(timed.layers_ns)
     found = []
-    for (rank, first, last, kind, is_recomputed), samples in sorted(durations.items()):
+    for key, samples in sorted(durations.items()):
+        rank, first, last, kind, is_recomputed = key
         middle = median(samples)
+        told = [layers_ns for layers_ns in inside[key] if layers_ns is not None]
         found.append(
             OpObservation(
                 rank=rank,
@@ -83,6 +91,7 @@ def observe_ops(traces: Sequence[Trace]) -> tuple[OpObservation, ...]:
                 kind=kind,
                 is_recomputed=is_recomputed,
                 duration_ns=middle,
+                layers_ns=median(told) if len(told) == len(samples) else None,
                 spread_ns=median(abs(sample - middle) for sample in samples),
                 num_samples=len(samples),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,17 @@ FORMAT = "pipeplan-trace/1"
 
 @dataclass(frozen=True, slots=True)
 class TimedInstruction:
-    """An instruction with its start and end, in nanoseconds from the start of the batch."""
+    """An instruction with its start and end, in nanoseconds from the start of the batch.
+
+    Attributes:
+        layers_ns: For an op, how much of it the layers themselves (and the loss) took; the rest is the engine's work
+            for any op. ``None`` where it was not recorded.
+    """
 
     instruction: Instruction
     start_ns: int
     end_ns: int
+    layers_ns: int | None = None
 
     @property
     def duration_ns(self) -> int:
@@ -146,6 +152,7 @@ class _RankEntry(Document):
     instructions: str
     start_ms: str
     end_ms: str
+    layers_ms: str | None = None
     finish_ms: float = Field(ge=0, allow_inf_nan=False)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
 
@@ -203,6 +210,7 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
             f"{where} has {len(words)} instructions, {len(starts_ms)} starts and {len(ends_ms)} ends; "
             "expected as many of each"
         )
+    layers_ms = iter(_layer_times(entry, words, where))
     steps: list[TimedInstruction] = []
     now_ms = 0.0
     for position, (word, start_ms, end_ms) in enumerate(zip(words, starts_ms, ends_ms, strict=True)):
@@ -215,10 +223,19 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
                 f"{where}, position {position}: {word} runs from {start_ms} to {end_ms} ms, but the rank was busy "
                 f"until {now_ms} ms; times of a rank never run backwards"
             )
-        if isinstance(instruction, Compute) and instruction.op.stage not in stages:
-            raise PlanError(f"{where}, position {position}: {word} runs a stage that is placed on another rank")
+        start_ns, end_ns, layers_ns = ns_from_ms(start_ms), ns_from_ms(end_ms), None
+        if isinstance(instruction, Compute):
+            if instruction.op.stage not in stages:
+                raise PlanError(f"{where}, position {position}: {word} runs a stage that is placed on another rank")
+            if (inside_ms := next(layers_ms, None)) is not None:
+                layers_ns = ns_from_ms(inside_ms)
+                if not 0 <= layers_ns <= end_ns - start_ns:
+                    raise FileFormatError(
+                        f"{where}, position {position}: the layers of {word} take {inside_ms} ms, but the op takes "
+                        f"{ms_from_ns(end_ns - start_ns)} ms"
+                    )
         now_ms = end_ms
-        steps.append(TimedInstruction(instruction, ns_from_ms(start_ms), ns_from_ms(end_ms)))
+        steps.append(TimedInstruction(instruction, start_ns, end_ns, layers_ns))
     if entry.finish_ms < now_ms:
         raise FileFormatError(
             f"{where} finishes at {entry.finish_ms} ms, before its last instruction ends ({now_ms} ms)"
@@ -226,6 +243,26 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
     return RankTrace(
         steps=tuple(steps), finish_ns=ns_from_ms(entry.finish_ms), peak_memory_bytes=entry.peak_memory_bytes
     )
+
+
+def _layer_times(entry: _RankEntry, words: Sequence[str], where: str) -> list[float]:
+    """Return the time within the layers of every op, in their order; none where it was not recorded."""
+    if entry.layers_ms is None:
+        return []
+    times_ms = _parse_times(entry.layers_ms, f"{where}.layers_ms")
+    num_ops = sum(_is_op(word) for word in words)
+    if len(times_ms) != num_ops:
+        raise FileFormatError(
+            f"{where} has {num_ops} ops and {len(times_ms)} times of layers; expected as many of each"
+        )
+    return times_ms
+
+
+def _is_op(word: str) -> bool:
+    try:
+        return isinstance(parse_instruction(word), Compute)
+    except PlanError:  # named where the instructions are read
+        return False
 
 
 def _parse_times(line: str, where: str) -> list[float]:
@@ -261,8 +298,12 @@ def _rank_entry(rank: RankTrace) -> dict[str, Any]:
         "instructions": " ".join(str(step.instruction) for step in rank.steps),
         "start_ms": _time_line(step.start_ns for step in rank.steps),
         "end_ms": _time_line(step.end_ns for step in rank.steps),
-        "finish_ms": ms_from_ns(rank.finish_ns),
     }
+    layers_ns = [step.layers_ns for step in rank.steps if isinstance(step.instruction, Compute)]
+    recorded_ns = [value for value in layers_ns if value is not None]
+    if recorded_ns and len(recorded_ns) == len(layers_ns):
+        entry["layers_ms"] = _time_line(recorded_ns)
+    entry["finish_ms"] = ms_from_ns(rank.finish_ns)
     if rank.peak_memory_bytes is not None:
         entry["peak_memory_bytes"] = rank.peak_memory_bytes
     return entry

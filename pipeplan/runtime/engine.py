@@ -281,7 +281,7 @@ class PlannedPipelineEngine(PipelineEngine):
         if op.kind is OpKind.F:
             self._run_forward(op)
         elif op.kind is OpKind.W:
-            with self._accumulate_gradients():
+            with self._accumulate_gradients(), self.recorder.layers():
                 self._weight_gradients.run((op.stage, op.micro_batch))
         else:
             self._run_backward(op)
@@ -295,7 +295,8 @@ class PlannedPipelineEngine(PipelineEngine):
         stage, micro_batch = key = (op.stage, op.micro_batch)
         is_last = stage == self._num_model_stages - 1
         inputs = self._load_inputs(micro_batch) if stage == 0 else self._batch.inputs.pop(key)
-        with self._deferral(key), autocast_if_enabled(self) if self._has_autocast else nullcontext():
+        autocast = autocast_if_enabled(self) if self._has_autocast else nullcontext()
+        with self._deferral(key), autocast, self.recorder.layers():
             outputs = self.module.run_stage(stage, inputs, micro_batch, self._num_micro_batches_run)
             if is_last:
                 self._keep_loss(key, outputs)
@@ -350,8 +351,10 @@ class PlannedPipelineEngine(PipelineEngine):
         gradients = self._batch.output_gradients.pop(key, [])
         pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
         if pairs:
-            with self._deferral(key), self._accumulate_gradients():
+            with self._deferral(key), self._accumulate_gradients(), self.recorder.layers():
                 torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        else:
+            self.recorder.no_layers()
         if stage == 0:
             return
         leaves = self._batch.input_leaves.pop(key)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from deepspeed import comm as dist
 
 from pipeplan.errors import LaunchError
 from pipeplan.program.trace import RankTrace, TimedInstruction
-from pipeplan.program.types import Instruction
+from pipeplan.program.types import Compute, Instruction
 
 _NUM_PINGS = 30  # the quickest of them counts; the others met a busy host
 
@@ -86,15 +87,33 @@ class BatchRecorder:
         self._make_marks: type[HostMarks] | type[DeviceMarks] = DeviceMarks if device.type == "cuda" else HostMarks
         self._instructions: Sequence[Instruction] = ()
         self._marks: Marks | None = None
+        self._layer_marks: Marks | None = None
 
     def start_batch(self, instructions: Sequence[Instruction]) -> Callable[[], None]:
         """Start recording; call what is returned after every instruction."""
         self._instructions = instructions
         self._marks = self._make_marks(self.clock) if self.is_enabled else None
+        self._layer_marks = self._make_marks(self.clock) if self.is_enabled else None
         if self._marks is None:
             return _mark_nothing
         self._marks.mark()
         return self._marks.mark
+
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Within this, once an op, its layers compute; all else that the op takes is the engine's."""
+        marks = self._layer_marks
+        if marks is None:
+            yield
+            return
+        marks.mark()
+        yield
+        marks.mark()
+
+    def no_layers(self) -> None:
+        """Record an op in which no layer has anything to compute."""
+        with self.layers():
+            pass
 
     def finish_batch(self) -> None:
         """Mark the end of the batch, when everything after the last instruction is done."""
@@ -117,6 +136,15 @@ class BatchRecorder:
             raise LaunchError("the last batch was interrupted; there is no trace of it")
         return self._instructions, readings
 
+    def layers_ns(self) -> list[int] | None:
+        """Return how long the layers of each op of the last batch took, in the ops' order; ``None`` if unknown."""
+        if self._layer_marks is None:
+            return None
+        moments = self._layer_marks.readings_ns()
+        durations = [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)]
+        num_ops = sum(isinstance(instruction, Compute) for instruction in self._instructions)
+        return durations if len(durations) == num_ops else None
+
 
 def _mark_nothing() -> None:
     """Stand in for a mark where nothing is recorded."""
@@ -135,7 +163,12 @@ def gather_rank_traces(
     report: dict[str, Any] = {"host": host_identity(), "error": None}
     try:
         instructions, readings = recorder.read()
-        report |= {"instructions": tuple(instructions), "readings": readings, "peak": _peak_memory_bytes(device)}
+        report |= {
+            "instructions": tuple(instructions),
+            "readings": readings,
+            "layers_ns": recorder.layers_ns(),
+            "peak": _peak_memory_bytes(device),
+        }
     except LaunchError as error:
         report["error"] = str(error)
     reports: list[dict[str, Any]] = [{}] * len(global_ranks)
@@ -148,19 +181,26 @@ def gather_rank_traces(
     first_ns = min(readings[0] for readings in aligned)
     return (
         tuple(
-            _rank_trace(one["instructions"], [ns - first_ns for ns in readings], one["peak"])
+            _rank_trace(one["instructions"], [ns - first_ns for ns in readings], one["layers_ns"], one["peak"])
             for one, readings in zip(reports, aligned, strict=True)
         ),
         error_ns,
     )
 
 
-def _rank_trace(instructions: Sequence[Instruction], readings: Sequence[int], peak: int | None) -> RankTrace:
+def _rank_trace(
+    instructions: Sequence[Instruction], readings: Sequence[int], layers_ns: Sequence[int] | None, peak: int | None
+) -> RankTrace:
+    remaining = iter(layers_ns or ())
+    steps = []
+    for index, instruction in enumerate(instructions):
+        start_ns, end_ns = readings[index], readings[index + 1]
+        inside_ns = next(remaining, None) if isinstance(instruction, Compute) else None
+        if inside_ns is not None:  # device events are read to half a microsecond
+            inside_ns = min(max(inside_ns, 0), end_ns - start_ns)
+        steps.append(TimedInstruction(instruction, start_ns, end_ns, inside_ns))
     return RankTrace(
-        steps=tuple(
-            TimedInstruction(instruction, readings[index], readings[index + 1])
-            for index, instruction in enumerate(instructions)
-        ),
+        steps=tuple(steps),
         finish_ns=readings[-1],
         peak_memory_bytes=peak,
     )

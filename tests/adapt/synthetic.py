@@ -45,8 +45,11 @@ def profile_of(forward_ms: list[float], *, source: str = "measured", output_byte
     )
 
 
-def trace_of(plan: Plan, profile: Profile, cluster: Cluster) -> Trace:
+def trace_of(plan: Plan, profile: Profile, cluster: Cluster, *, tells_layers: bool = False) -> Trace:
     """Return the trace of a machine that behaves exactly as the simulator says for these costs.
+
+    Args:
+        tells_layers: Whether it was recorded what the layers of an op take without the host's overhead.
 
     A rank waits for a message from the moment it is free until the consumer starts; posting receives and letting go of
     sends take no time here.
@@ -61,15 +64,18 @@ def trace_of(plan: Plan, profile: Profile, cluster: Cluster) -> Trace:
         following = [step.op for step in instructions if isinstance(step, Compute)]
         for instruction in instructions:
             start_ns = end_ns = now_ns
+            layers_ns = None
             if isinstance(instruction, Compute):
                 start_ns, end_ns = times_by_op[following.pop(0)]
+                if tells_layers:
+                    layers_ns = end_ns - start_ns - cluster.host_overhead_ns.get(instruction.op.kind.name, 0)
             elif isinstance(instruction, Send):
                 end_ns = start_ns + send_ns
             elif isinstance(instruction, WaitReceive):
                 end_ns = times_by_op[following[0]][0]
             elif not isinstance(instruction, Receive) and not following:
                 end_ns = max(start_ns, timeline.last_op_ns)
-            steps.append(TimedInstruction(instruction, start_ns, end_ns))
+            steps.append(TimedInstruction(instruction, start_ns, end_ns, layers_ns))
             now_ns = end_ns
         ranks.append(RankTrace(steps=tuple(steps), finish_ns=timeline.makespan_ns))
     return Trace(

@@ -65,6 +65,23 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace.yaml") == small_trace()
 
 
+def told(trace: Trace) -> Trace:
+    """Return the trace with the time within the layers of every op: all of it but 0.25 ms."""
+
+    def inside(step: TimedInstruction) -> TimedInstruction:
+        is_op = isinstance(step.instruction, Compute)
+        return replace(step, layers_ns=step.duration_ns - 250_000) if is_op else step
+
+    return replace(trace, ranks=tuple(replace(rank, steps=tuple(map(inside, rank.steps))) for rank in trace.ranks))
+
+
+def test_times_within_layers_survive_the_file(tmp_path: Path) -> None:
+    """They read back equal, and older traces without them still do."""
+    write_trace(told(small_trace()), tmp_path / "trace.yaml")
+    assert read_trace(tmp_path / "trace.yaml") == told(small_trace())
+    assert "layers_ms: 0.750000 1.750001" in (tmp_path / "trace.yaml").read_text()
+
+
 def test_timeline_of_a_trace_by_hand() -> None:
     """Ops keep their times, a transfer spans from its send to the end of its wait, the batch from first to last."""
     timeline = small_trace().timeline
@@ -118,6 +135,8 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert "'inf' is not a time" in faulty(tmp_path, rank={"end_ms": "0.0 1.0 1.2 inf inf"})
     assert "finishes at 7.0 ms, before" in faulty(tmp_path, rank={"finish_ms": 7.0})
     assert "stage 1 is placed on rank 4" in faulty(tmp_path, placement=[0, 4])
+    assert "2 ops and 3 times of layers" in faulty(tmp_path, rank={"layers_ms": "0.5 1.0 1.0"})
+    assert "layers of 0B0 take 2.5 ms, but the op takes 2.000001 ms" in faulty(tmp_path, rank={"layers_ms": "0.5 2.5"})
 
 
 def test_missing_and_truncated_files_are_refused(tmp_path: Path) -> None:

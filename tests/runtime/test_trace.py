@@ -14,7 +14,7 @@ from pipeplan.plan.layout import Placement
 from pipeplan.plan.orders import folded_placement, zb_v
 from pipeplan.program.file import read_program
 from pipeplan.program.trace import Trace, read_trace, write_trace
-from pipeplan.program.types import Send, WaitReceive
+from pipeplan.program.types import Compute, Send, WaitReceive
 
 pytestmark = pytest.mark.launcher
 
@@ -77,6 +77,18 @@ def test_times_of_a_rank_never_run_backwards(folder: Path, name: str) -> None:
         assert all(one.end_ns <= next_.start_ns for one, next_ in pairwise(rank.steps))
         assert rank.steps[0].start_ns >= 0
         assert rank.finish_ns >= rank.steps[-1].end_ns
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_within_the_layers_is_told_for_every_op(folder: Path, name: str) -> None:
+    """The layers take a part of each op, and all kinds of ops together most of it."""
+    ops = [
+        step for rank in trace_of(folder, name).ranks for step in rank.steps if isinstance(step.instruction, Compute)
+    ]
+    assert all(step.layers_ns is not None and 0 < step.layers_ns < step.duration_ns for step in ops)
+    for kind in {step.instruction.op.kind for step in ops}:  # type: ignore[union-attr]
+        same = [step for step in ops if step.instruction.op.kind is kind]  # type: ignore[union-attr]
+        assert sum(step.layers_ns or 0 for step in same) > 0.3 * sum(step.duration_ns for step in same), kind
 
 
 @pytest.mark.parametrize("name", NAMES)
