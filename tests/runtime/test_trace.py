@@ -82,12 +82,11 @@ def test_times_of_a_rank_never_run_backwards(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_time_within_the_layers_is_told_for_every_op(folder: Path, name: str) -> None:
     """The layers take a part of each op, and all kinds of ops together most of it."""
-    ops = [
-        step for rank in trace_of(folder, name).ranks for step in rank.steps if isinstance(step.instruction, Compute)
-    ]
-    assert all(step.layers_ns is not None and 0 < step.layers_ns < step.duration_ns for step in ops)
-    for kind in {step.instruction.op.kind for step in ops}:  # type: ignore[union-attr]
-        same = [step for step in ops if step.instruction.op.kind is kind]  # type: ignore[union-attr]
+    steps = [step for rank in trace_of(folder, name).ranks for step in rank.steps]
+    ops = [(step.instruction.op.kind, step) for step in steps if isinstance(step.instruction, Compute)]
+    assert all(step.layers_ns is not None and 0 < step.layers_ns < step.duration_ns for _, step in ops)
+    for kind in {kind for kind, _ in ops}:
+        same = [step for other, step in ops if other is kind]
         assert sum(step.layers_ns or 0 for step in same) > 0.3 * sum(step.duration_ns for step in same), kind
 
 
