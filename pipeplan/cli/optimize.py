@@ -107,6 +107,8 @@ def optimize(
     from pipeplan.search import optimize as search
     from pipeplan.simulate import simulate
 
+    if exact and strategy not in ("default", "exact"):
+        raise typer.BadParameter(f"--exact searches with the default strategy; leave --strategy {strategy} out")
     base = None if ds_config is None else read_base_config(ds_config)
     check_replaceable(output)
     costs = read_profile(profile)

@@ -10,14 +10,19 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeplan.plan.layout import Partition, Placement
+from pipeplan.profile.types import LayerProfile, Recomputation
 from pipeplan.search.baselines import Baseline
-from pipeplan.search.one_at_a_time import fits_on, least_memory_bytes
+from pipeplan.search.one_at_a_time import Layout, fits_on, layouts_of_placements, least_memory_bytes, roomiest_layout
 from pipeplan.search.partition import atom_bounds
-from pipeplan.search.problem import Problem
-from pipeplan.search.structures import num_groups_with_ties
+from pipeplan.search.problem import Constraints, Problem
+from pipeplan.search.structures import num_groups_with_ties, placements
 from pipeplan.units import gb_from_bytes
+
+FEW_LAYOUTS = 200  # that are looked at before a remedy is named
+MOST_NAMED = 3  # ranks
 
 
 def explain_infeasible(
@@ -100,19 +105,107 @@ def _remedies(
     reserve = problem.cluster.memory_reserve_bytes
     needed = least_memory_bytes(problem, partition, placement)
     enough = needed if roomiest is None else least_memory_bytes(problem, *roomiest)
-    remedies = [f"give every rank {_gb_up(int(enough.max()) + reserve)} of memory"]
-    states = problem.table.stage_costs(partition, placement).state_bytes
-    caps = np.array([2**62 if usable is None else usable for usable in problem.usable_bytes])
-    if problem.profile.micro_batch_size > 1 and bool((states + (needed - states) // 2 <= caps).all()):
-        remedies.append(f"halve the micro-batch size ({problem.profile.micro_batch_size}) and profile again")
-    is_free = problem.constraints == type(problem.constraints)() and roomiest is not None
-    more = _enough_ranks(problem) if is_free else None
+    only = (partition, placement) if roomiest is None else None
+    remedies = [
+        *_room_for_few(problem, needed, only),
+        f"give every rank {_gb_up(int(enough.max()) + reserve)} of memory",
+    ]
+    if only is not None and _can_fit(problem):
+        remedies.append("use the default strategy, which finds a layout that fits")
+    smaller = _small_enough_micro_batch(problem, only)
+    if smaller is not None:
+        size = problem.profile.micro_batch_size
+        remedies.append(f"use a micro-batch size of {smaller} instead of {size} and profile again")
+    more = _enough_ranks(problem) if problem.constraints == Constraints() and roomiest is not None else None
     if more is not None:
-        remedies.append(f"use {more} such ranks")
-    if not problem.table.can_recompute:
-        remedies.append("profile with recomputation, which keeps less from forward to backward")
+        remedies.append(f"use {more} {'such ranks' if problem.are_ranks_alike else 'ranks like rank 0'}")
+    if _can_fit_recomputing(problem, only):
+        remedies.append("profile with recomputation, which fits if layers then keep no more than their inputs")
     fewer = "the number of micro-batches does not matter, since one at a time is already too much"
     return f"to fit, {', or '.join(remedies)}; {fewer}"
+
+
+def _room_for_few(problem: Problem, needed: NDArray[np.int64], only: Layout | None) -> list[str]:
+    """Return what to give the ranks that lack memory in a layout, where they are few."""
+    ranks = list(problem.cluster.ranks)
+    given = []
+    for rank, usable in enumerate(problem.usable_bytes):
+        if usable is not None and needed[rank] > usable:
+            room = _up(int(needed[rank]) + problem.cluster.memory_reserve_bytes)
+            ranks[rank] = dataclasses.replace(ranks[rank], memory_bytes=room)
+            given.append(f"rank {rank} {_gb_up(room)}")
+    if len(given) == problem.num_ranks or len(given) > MOST_NAMED:
+        return []
+    roomier = dataclasses.replace(problem.cluster, ranks=tuple(ranks))
+    if not _can_fit(Problem(problem.profile, roomier, problem.num_micro_batches, problem.constraints), only):
+        return []
+    return [f"give {' and '.join(given)} of memory"]
+
+
+def _can_fit(problem: Problem, only: Layout | None = None) -> bool:
+    """Return whether the layout given, or else one that a search starts from or a few steps from there, fits."""
+    num_atoms = len(atom_bounds(problem.profile.layers)) - 1
+    closest = only or roomiest_layout(
+        problem,
+        lambda few: layouts_of_placements(few, placements(few, num_atoms)),
+        within_caps=True,
+        most_layouts=FEW_LAYOUTS,
+    )
+    if closest is None:
+        return False
+    needed = least_memory_bytes(problem, *closest)
+    return all(usable is None or needed[rank] <= usable for rank, usable in enumerate(problem.usable_bytes))
+
+
+def _small_enough_micro_batch(problem: Problem, only: Layout | None) -> int | None:
+    """Return the largest half, quarter, ... of the micro-batch size that fits, if any; bytes shrink with the size."""
+    size = problem.profile.micro_batch_size
+    smaller = size // 2
+    while smaller:
+        layers = tuple(_shrunk(layer, smaller, size) for layer in problem.profile.layers)
+        if _can_fit(_with_layers(problem, layers), only):
+            return smaller
+        smaller //= 2
+    return None
+
+
+def _shrunk(layer: LayerProfile, size: int, of: int) -> LayerProfile:
+    def part(num_bytes: int) -> int:
+        return -(-num_bytes * size // of)
+
+    recomputation = layer.recomputation
+    if recomputation is not None:
+        recomputation = dataclasses.replace(recomputation, activation_bytes=part(recomputation.activation_bytes))
+    return dataclasses.replace(
+        layer,
+        output_bytes=part(layer.output_bytes),
+        activation_bytes=part(layer.activation_bytes),
+        held_for_w_bytes=part(layer.held_for_w_bytes),
+        workspace_bytes=part(layer.workspace_bytes),
+        recomputation=recomputation,
+    )
+
+
+def _can_fit_recomputing(problem: Problem, only: Layout | None) -> bool:
+    """Return whether it would fit if the layers without such figures could recompute from their inputs."""
+    layers = problem.profile.layers
+    if all(problem.table.is_recomputable(layer) for layer in range(len(layers))):
+        return False
+    inputs = (0, *(layer.output_bytes for layer in layers[:-1]))
+    recomputing = tuple(
+        layer
+        if problem.table.is_recomputable(index)
+        else dataclasses.replace(
+            layer, recomputation=Recomputation(layer.times_by_device, min(inputs[index], layer.activation_bytes))
+        )
+        for index, layer in enumerate(layers)
+    )
+    return _can_fit(_with_layers(problem, recomputing), only)
+
+
+def _with_layers(problem: Problem, layers: tuple[LayerProfile, ...]) -> Problem:
+    profile = dataclasses.replace(problem.profile, layers=layers)
+    return Problem(profile, problem.cluster, problem.num_micro_batches, problem.constraints)
 
 
 def _enough_ranks(problem: Problem) -> int | None:
@@ -129,11 +222,14 @@ def _gb(num_bytes: int) -> str:
     return f"{gb_from_bytes(num_bytes):.3g} GB" if num_bytes >= 1e6 else f"{num_bytes} bytes"
 
 
-def _gb_up(num_bytes: int) -> str:
+def _up(num_bytes: int) -> int:
     """Return a size that is surely enough: rounded up to three figures."""
-    size = gb_from_bytes(num_bytes)
-    step = 10.0 ** (np.floor(np.log10(max(size, 1e-9))) - 2)
-    return f"{np.ceil(size / step) * step:.6g} GB"
+    step: int = 10 ** max(0, len(str(num_bytes)) - 3)
+    return -(-num_bytes // step) * step
+
+
+def _gb_up(num_bytes: int) -> str:
+    return f"{gb_from_bytes(_up(num_bytes)):.9f}".rstrip("0").rstrip(".") + " GB"
 
 
 def _short(values: Sequence[int]) -> str:

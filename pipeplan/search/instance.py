@@ -39,7 +39,7 @@ class Instance(NamedTuple):
         output_bytes: [num_atoms], what the atom's last layer hands on.
         latency_ns, gb_per_s: [num_ranks, num_ranks], infinite bandwidth where transfers are free.
         can_split: [num_atoms + 1], prefix count of layers whose W can be deferred.
-        can_recompute: [num_atoms + 1], prefix count of layers with recomputation figures.
+        can_recompute: [num_atoms + 1], prefix count of layers that can recompute on every device type.
         num_layers: [num_atoms + 1], prefix count of layers.
         usable_bytes: [num_ranks], the cap less the reserve, or ``NO_CAP``.
         tied_atoms, tied_offsets, tied_parameters: For each shared weight, the atoms that use it and its size.
@@ -234,6 +234,19 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
             instance.usable_bytes[rank] - costs.state_bytes[rank] - workspace[rank] - margin_bytes[rank]
         )
     return sits_right
+
+
+@njit(cache=True)
+def can_recompute_stages(instance, num_atoms_by_stage, is_recomputed):  # type: ignore[no-untyped-def]
+    """Return whether every stage that recomputes has only layers that can."""
+    first = 0
+    for stage in range(num_atoms_by_stage.shape[0]):
+        last = first + num_atoms_by_stage[stage]
+        num_layers = instance.num_layers[last] - instance.num_layers[first]
+        if is_recomputed[stage] and instance.can_recompute[last] - instance.can_recompute[first] < num_layers:
+            return False
+        first = last
+    return True
 
 
 @njit(cache=True)

@@ -6,9 +6,10 @@ caps are so tight that no other order fits, and a start for local search.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ IntArray = NDArray[np.int64]
 Layout = tuple[Partition, Placement]
 
 ENOUGH = 4  # micro-batches that show the peak; where ops take no time, the next one's boundaries meet the last one's
-MOST_LAYOUTS = 2000  # that a descent looks at
+MOST_LAYOUTS = 2000
 
 
 def one_at_a_time(problem: Problem, partition: Partition, placement: Placement) -> Candidate:
@@ -62,7 +63,11 @@ def least_memory_bytes(problem: Problem, partition: Partition, placement: Placem
 
 
 def roomiest_layout(
-    problem: Problem, starts: Callable[[Problem], Iterator[Layout]], *, within_caps: bool
+    problem: Problem,
+    starts: Callable[[Problem], Iterator[Layout]],
+    *,
+    within_caps: bool,
+    most_layouts: int = MOST_LAYOUTS,
 ) -> Layout | None:
     """Return the layout whose one-at-a-time plan needs least memory, by descent from the best of ``starts``.
 
@@ -70,6 +75,7 @@ def roomiest_layout(
         starts: Layouts of a problem to look at first.
         within_caps: Whether what is above the caps counts. Otherwise the heaviest rank's peak does, and caps have no
             say in the result: a cap of that size has it found again.
+        most_layouts: Beyond the starts, that the descent looks at.
 
     Returns:
         ``None`` where no layout keeps layers that share a weight on one rank, if they must be.
@@ -91,7 +97,7 @@ def roomiest_layout(
     if not judged:
         return None
     least, best = min(judged, key=lambda pair: pair[0])
-    left = MOST_LAYOUTS
+    left = most_layouts
     is_better = True
     while is_better and least > 0:
         is_better = False
@@ -140,10 +146,14 @@ def _of_few_micro_batches(problem: Problem) -> Problem:
 
 
 def _neighbours(problem: Problem, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts with one group of layers moved between two stages, or two ranks exchanged."""
+    """Yield layouts with one group of layers moved between two stages, two ranks exchanged, or a stage cut in two.
+
+    Of a stage cut in two on its rank, one part may recompute though the other can't, and neither needs the workspace of
+    both.
+    """
     partition, placement = layout
+    bounds = atom_bounds(problem.profile.layers)
     if problem.constraints.partition is None:
-        bounds = atom_bounds(problem.profile.layers)
         atoms = np.diff(np.searchsorted(bounds, partition.bounds))
         for donor, taker in itertools.permutations(range(len(atoms)), 2):
             if atoms[donor] > 1:
@@ -156,3 +166,23 @@ def _neighbours(problem: Problem, layout: Layout) -> Iterator[Layout]:
         for one, other in itertools.combinations(range(problem.num_ranks), 2):
             swap = {one: other, other: one}
             yield partition, Placement(tuple(swap.get(rank, rank) for rank in placement.rank_by_stage))
+    if problem.constraints.partition is None and problem.constraints.placement is None:
+        can = [
+            all(problem.table.is_recomputable(layer) for layer in range(first, last))
+            for first, last in itertools.pairwise(bounds)
+        ]
+        changes = {cut for cut, before, after in zip(bounds[1:], can, can[1:], strict=False) if before != after}
+        for first, last in itertools.pairwise(partition.bounds):
+            inside = {cut for cut in changes if first < cut < last}
+            if inside:
+                yield _cut(layout, inside)
+        for cut in sorted({*bounds} - {*partition.bounds}):
+            yield _cut(layout, {cut})
+
+
+def _cut(layout: Layout, cuts: Collection[int]) -> Layout:
+    """Return a layout with more stages, cut before the layers ``cuts``; the parts of a stage stay on its rank."""
+    partition, placement = layout
+    edges = sorted({*partition.bounds, *cuts})
+    ranks = (placement.rank_by_stage[bisect.bisect_right(partition.bounds, first) - 1] for first in edges[:-1])
+    return Partition(tuple(last - first for first, last in itertools.pairwise(edges))), Placement(tuple(ranks))

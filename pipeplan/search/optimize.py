@@ -12,7 +12,7 @@ from pipeplan.profile.types import Profile
 from pipeplan.search.baselines import Baseline, baseline_result, baselines
 from pipeplan.search.bounds import lower_bound_ns
 from pipeplan.search.budget import Budget
-from pipeplan.search.exact import ExactPlan
+from pipeplan.search.exact import ExactPlan, check_size
 from pipeplan.search.infeasible import explain_infeasible, explain_no_named_order
 from pipeplan.search.octopipe import tune_octopipe
 from pipeplan.search.partition import check_enough_layers
@@ -56,8 +56,8 @@ def optimize(
 
     Raises:
         InfeasibleError: No plan within the memory caps was found; the message says what would help.
-        PlanError: Something fixed contradicts the profile or the cluster, there are fewer layers than ranks, or
-            ``try_all_phases`` came with another strategy than ``octopipe``.
+        PlanError: Something fixed contradicts the profile or the cluster, there are fewer layers than ranks, an exact
+            search is out of reach, or ``try_all_phases`` came with another strategy than ``octopipe``.
         ProfileError: The cluster has a device type that a layer has no times for.
     """
     if strategy not in STRATEGIES:
@@ -72,6 +72,8 @@ def optimize(
         num_micro_batches,
         Constraints(partition=partition, placement=placement, colocate_tied=colocate_tied),
     )
+    if strategy == "exact":
+        check_size(problem)
     bound = lower_bound_ns(problem)
     known = baselines(problem)
 

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pipeplan.search.evolve import TIES_APART_SCORE, shift_boundaries
-from pipeplan.search.instance import Costs, Instance, allocate_costs, fill_costs
+from pipeplan.search.instance import Costs, Instance, allocate_costs, can_recompute_stages, fill_costs
 from pipeplan.search.randomness import below, uniform
 from pipeplan.simulate.clock import run_ordered_pair_kernel
 from pipeplan.simulate.memory import order_peaks_kernel
@@ -252,9 +252,13 @@ def search_order(  # type: ignore[no-untyped-def]
             if uniform(state) < 0.3:
                 shift_boundaries(current.atoms, bench.ranks, state)
             score = INVALID
-            if fill_costs(
-                instance, current.atoms, bench.ranks, bench.is_recomputed, bench.margin_bytes, bench.trial_costs
-            ) and fits(instance, bench.trial_costs, current, bench):
+            if (
+                can_recompute_stages(instance, current.atoms, bench.is_recomputed)
+                and fill_costs(
+                    instance, current.atoms, bench.ranks, bench.is_recomputed, bench.margin_bytes, bench.trial_costs
+                )
+                and fits(instance, bench.trial_costs, current, bench)
+            ):
                 score = clock_order(bench.trial_costs, current, bench)
             if score <= threshold:
                 scores[0] = score

@@ -7,7 +7,7 @@ import time
 
 from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.search.budget import Budget
-from pipeplan.search.exact import ExactPlan, exact_plan
+from pipeplan.search.exact import MOST_STAGES_PER_RANK, ExactPlan, exact_plan
 from pipeplan.search.partition import atom_bounds
 from pipeplan.search.problem import Problem
 from pipeplan.search.result import SearchResult
@@ -15,7 +15,6 @@ from pipeplan.units import ms_from_ns
 
 MOST_OPS_TO_TRY = 150  # F, I and W; most problems of that size are proved within the share below
 MOST_NODES_TO_TRY = 300_000
-MOST_STAGES_PER_RANK = 2  # where the layout is free
 TRIED_SHARE = 0.5  # of the limits
 OPS_PER_NODE = 75.0  # a partial order takes about as long to look at as scheduling so many ops
 
@@ -50,7 +49,6 @@ def solve_if_small(problem: Problem, budget: Budget) -> ExactPlan | None:
             partition=fixed.partition,
             placement=fixed.placement,
             colocate_tied=fixed.colocate_tied,
-            max_stages_per_rank=MOST_STAGES_PER_RANK,
             work_limit=max(1, int(nodes)),
             time_limit_s=time_limit_s,
         )
@@ -106,7 +104,14 @@ def with_proof(
         return dataclasses.replace(found, notes=(f"not proved: the exact search has no plan of its own: {error}",))
     better = exact.plan if exact.makespan_ns < found.makespan_ns else found.plan
     assert better.prediction is not None
-    layouts = f"the {exact.num_layouts} layouts with up to 2 stages a rank" if exact.num_layouts > 1 else "this layout"
+    layouts = "this layout"
+    if exact.num_layouts > 1:
+        of = f"with up to {MOST_STAGES_PER_RANK} stages a rank"
+        if fixed.partition is not None:
+            of = "of this partition"
+        elif fixed.placement is not None:
+            of = "of this placement"
+        layouts = f"the {exact.num_layouts} layouts {of}"
     least = min(exact.lower_bound_ns, better.prediction.makespan_ns)
     if exact.is_proved:
         note = f"proved: no plan for {layouts} takes less than {ms_from_ns(exact.makespan_ns):.3f} ms"

@@ -74,11 +74,12 @@ class CostTable:
         devices = sorted({rank.device for rank in cluster.ranks})
         self._times_by_device = {device: _prefix([_times(layer, device) for layer in layers]) for device in devices}
         self._recomputed_by_device: dict[str, IntArray] = {}
-        self.can_recompute = all(
-            layer.recomputation is not None and all(device in layer.recomputation.times_by_device for device in devices)
-            for layer in layers
-        )
-        self._recomputable = np.array([layer.recomputation is not None for layer in layers])
+        self._recomputable_by_device = {
+            device: [
+                layer.recomputation is not None and device in layer.recomputation.times_by_device for layer in layers
+            ]
+            for device in devices
+        }
         for device in devices:
             self._recomputed_by_device[device] = _prefix([_recomputed_times(layer, device) for layer in layers])
         self._activation = _prefix_1d([layer.activation_bytes for layer in layers])
@@ -115,8 +116,13 @@ class CostTable:
         return self._recomputed_activation
 
     def is_recomputable(self, layer: int) -> bool:
-        """Return whether the profile has recomputation figures for a layer."""
-        return bool(self._recomputable[layer])
+        """Return whether the profile has recomputation figures for a layer on every device type of the cluster."""
+        return all(recomputable[layer] for recomputable in self._recomputable_by_device.values())
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether any layer can recompute on every device type of the cluster."""
+        return any(self.is_recomputable(layer) for layer in range(self.num_layers))
 
     @property
     def held_sums(self) -> IntArray:
@@ -160,7 +166,7 @@ class CostTable:
             first, last = int(bounds[stage]), int(bounds[stage + 1])
             sums = self._times_by_device[rank.device]
             if stage in recomputed_stages:
-                self._check_recomputable(stage, first, last)
+                self._check_recomputable(stage, first, last, rank.device)
                 sums = self._recomputed_by_device[rank.device]
                 activation[stage] = self._recomputed_activation[last] - self._recomputed_activation[first]
             total = sums[last] - sums[first]
@@ -208,12 +214,13 @@ class CostTable:
         states: NDArray[np.int64] = np.rint(self.parameters_by_rank(bounds, ranks) * per_parameter).astype(np.int64)
         return states
 
-    def _check_recomputable(self, stage: int, first: int, last: int) -> None:
+    def _check_recomputable(self, stage: int, first: int, last: int, device: str) -> None:
         for layer in range(first, last):
-            if not self._recomputable[layer]:
+            if not self._recomputable_by_device[device][layer]:
                 raise ProfileError(
                     f"stage {stage} should recompute, but its layer {self.profile.layers[layer].name!r} has no "
-                    "'recompute' figures in the profile; profile it again, or leave the stage out of 'recompute'"
+                    f"'recompute' figures for {device} in the profile; profile it again, or leave the stage out of "
+                    "'recompute'"
                 )
 
     def tail_ns(self, bounds: Sequence[int] | IntArray, ranks: Sequence[int], end_ns_by_rank: IntArray) -> int:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,15 @@ from pipeplan.errors import InfeasibleError, PlanError
 from pipeplan.plan.check import check_plan
 from pipeplan.plan.layout import Partition, Placement
 from pipeplan.plan.ops import Op, OpKind, Order
+from pipeplan.profile import read_profile
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile
+from pipeplan.search import Progress, optimize
 from pipeplan.search.exact import ExactResult, exact_plan, solve, solve_order
+from pipeplan.search.exact.plan import arrangements
 from pipeplan.simulate import EncodedOrder, StageCosts, encode_order, peak_bytes_by_rank, run_clock, simulate
 from tests.strategies import clusters, profiles
 
+GOLDEN = Path(__file__).parent.parent / "golden" / "nemotron-nano-9b-v2.yaml"
 F, B, I, W = OpKind  # noqa: E741  the field's own letters
 
 
@@ -310,3 +315,45 @@ def tiny_profile(ticks: Sequence[int]) -> Profile:
             for index, tick in enumerate(ticks)
         ),
     )
+
+
+def test_says_that_it_is_too_large_before_it_searches() -> None:
+    """A problem that an exact search can't take on is refused without a search, also where only one part is free."""
+    profile = read_profile(GOLDEN)
+    seen: list[Progress] = []
+    cases: list[tuple[int, int, dict[str, Any], str]] = [
+        (4, 8, {}, "58 layers on 4 ranks have too many layouts"),
+        (2, 2, {"placement": Placement((0, 1))}, "58 layers on 2 ranks have too many layouts"),
+        (2, 3, {"partition": Partition((1,) * 58)}, "58 stages and 3 micro-batches make 522 ops"),
+        (3, 2, {"partition": Partition((1,) * 58)}, "more than 5000 layouts"),
+    ]
+    for num_ranks, num_micro_batches, fixed, reason in cases:
+        with pytest.raises(PlanError, match=reason):
+            optimize(
+                profile, equal_ranks(num_ranks, "h800-sxm"), num_micro_batches=num_micro_batches, strategy="exact",
+                on_progress=seen.append, **fixed,
+            )  # fmt: skip
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_ranks", "at_most"), [(4, 1, 4), (6, 2, 3), (5, 2, 4), (6, 3, 2), (7, 3, 3)]
+)
+@pytest.mark.parametrize("are_alike", [False, True])
+def test_arrangements(num_stages: int, num_ranks: int, at_most: int, are_alike: bool) -> None:
+    """All ways to put stages on ranks, neighbours apart, without a look at most of those that don't count."""
+    expected = [
+        ranks
+        for ranks in itertools.product(range(num_ranks), repeat=num_stages)
+        if len(set(ranks)) == num_ranks
+        and max(map(ranks.count, ranks)) <= at_most
+        and (num_ranks == 1 or all(here != there for here, there in itertools.pairwise(ranks)))
+        and not (are_alike and list(dict.fromkeys(ranks)) != sorted(set(ranks)))
+    ]
+    assert list(arrangements((), num_stages, num_ranks, at_most, are_alike=are_alike)) == expected
+
+
+def test_arrangements_of_many_stages() -> None:
+    """Two ranks leave two ways to alternate, found at once among 2^60."""
+    ways = list(arrangements((), 60, 2, 30, are_alike=False))
+    assert ways == [(0, 1) * 30, (1, 0) * 30]

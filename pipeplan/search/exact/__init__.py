@@ -5,7 +5,7 @@ shop, and why micro-batches may run in their sequence), ``states`` (partial orde
 (branching, dominance, beam), ``solve`` (the search), ``plan`` (layouts).
 """
 
-from pipeplan.search.exact.plan import ExactPlan, exact_plan
+from pipeplan.search.exact.plan import MOST_STAGES_PER_RANK, ExactPlan, check_size, exact_plan
 from pipeplan.search.exact.solve import ExactResult, solve_order
 
-__all__ = ["ExactPlan", "ExactResult", "exact_plan", "solve_order"]
+__all__ = ["MOST_STAGES_PER_RANK", "ExactPlan", "ExactResult", "check_size", "exact_plan", "solve_order"]

@@ -24,6 +24,7 @@ MOST_LAYERS = 8  # without a fixed layout
 MOST_RANKS = 3
 MOST_OPS = 400  # F, I and W; far beyond what can be proved, but quick to refuse
 MOST_LAYOUTS = 5_000
+MOST_STAGES_PER_RANK = 2  # of what is not fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def exact_plan(
     recomputed_stages: Sequence[int] = (),
     colocate_tied: bool = False,
     incumbent: Plan | None = None,
-    max_stages_per_rank: int = 2,
+    max_stages_per_rank: int = MOST_STAGES_PER_RANK,
     work_limit: int = 3_000_000,
     time_limit_s: float | None = None,
 ) -> ExactPlan:
@@ -198,6 +199,15 @@ def _least_ns(problem: Problem, layout: _Layout, num_micro_batches: int) -> int:
     return int((work * num_micro_batches + np.array(layout.tail_ns)).max())
 
 
+def check_size(problem: Problem, max_stages_per_rank: int = MOST_STAGES_PER_RANK) -> None:
+    """Check that an exact search is within reach, before anything is searched.
+
+    Raises:
+        PlanError: The problem is too large for an exact answer; says what to fix.
+    """
+    _layouts(problem, max_stages_per_rank)
+
+
 def _layouts(problem: Problem, max_stages_per_rank: int) -> Iterator[tuple[Partition, Placement]]:
     """Yield the layouts in question, of ranks that are alike only one arrangement.
 
@@ -263,13 +273,28 @@ def _placements(problem: Problem, num_stages: int, max_stages_per_rank: int) -> 
         yield problem.constraints.placement
         return
     num_ranks = problem.num_ranks
-    are_alike = problem.are_ranks_alike
     at_most = max(max_stages_per_rank, -(-num_stages // num_ranks))
-    for ranks in itertools.product(range(num_ranks), repeat=num_stages):
-        if num_ranks > 1 and any(here == there for here, there in itertools.pairwise(ranks)):
-            continue
-        if len(set(ranks)) < num_ranks or max(ranks.count(rank) for rank in range(num_ranks)) > at_most:
-            continue
-        if are_alike and list(dict.fromkeys(ranks)) != list(range(num_ranks)):
-            continue
+    for ranks in arrangements((), num_stages, num_ranks, at_most, are_alike=problem.are_ranks_alike):
         yield Placement(ranks)
+
+
+def arrangements(
+    first: tuple[int, ...], num_stages: int, num_ranks: int, at_most: int, *, are_alike: bool
+) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of all stages that begin with ``first``: every rank in use, neighbours on different ones."""
+    num_left = num_stages - len(first)
+    used = set(first)
+    if num_left < num_ranks - len(used):
+        return
+    if num_left == 0:
+        yield first
+        return
+    room = [at_most - first.count(rank) for rank in range(num_ranks)]
+    if num_ranks > 1:  # what the other ranks can't take must not have to sit side by side on one
+        for rank in range(num_ranks):
+            most = (num_left + (first[-1:] != (rank,))) // 2
+            if num_left - (sum(room) - room[rank]) > most:
+                return
+    for rank in range(min(len(used) + 1, num_ranks) if are_alike else num_ranks):
+        if room[rank] and (num_ranks == 1 or first[-1:] != (rank,)):
+            yield from arrangements((*first, rank), num_stages, num_ranks, at_most, are_alike=are_alike)
