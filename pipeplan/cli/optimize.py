@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 
@@ -126,7 +128,7 @@ def optimize(
     other_states = states_of_other_replicas(costs, where.num_replicas)
     if other_states is not None and not quiet:
         print_message(f"warning: {other_states}")
-    with progress("searching", quiet=quiet) as update:
+    with _Interrupts(quiet=quiet) as interrupts, progress("searching", quiet=quiet) as update:
         result = search(
             costs,
             where,
@@ -141,9 +143,11 @@ def optimize(
             try_all_phases=try_all_phases,
             on_progress=lambda state: update(_describe(state)),
         )
-    comparison = comparison_of_search(result)
-    verified = verify_plan(result.plan, costs, where)
-    emit_plan_folder(output, verified, costs, where, base_ds_config=base, comparison=comparison)
+        interrupts.is_searching = False
+        update("writing the plan")
+        comparison = comparison_of_search(result)
+        verified = verify_plan(result.plan, costs, where)
+        emit_plan_folder(output, verified, costs, where, base_ds_config=base, comparison=comparison)
     if json:
         timeline = simulate(result.plan, costs, where)
         print_json(
@@ -166,6 +170,40 @@ def optimize(
 
 
 _MICRO_BATCHES_PER_RANK = 4
+
+
+class _Interrupts:
+    """Ctrl-C while a plan is made: the first ends the search, a later one lets what was found be written all the same.
+
+    Only one more after that leaves without a plan.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.is_searching = True
+        self._is_patient = True
+        self._quiet = quiet
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # others can't set handlers, nor are they interrupted
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        from pipeplan.cli.console import print_message
+
+        if self.is_searching:
+            self.is_searching = False
+        elif self._is_patient:
+            self._is_patient = False
+            if not self._quiet:
+                print_message("writing the plan that was found; Ctrl-C once more leaves without it")
+            return
+        raise KeyboardInterrupt
 
 
 def _describe(state: Progress) -> str:

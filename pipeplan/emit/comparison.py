@@ -15,6 +15,7 @@ from pipeplan.search.result import SMALL_GAIN, BaselineResult, SearchResult
 from pipeplan.simulate import Timeline
 
 PLAN_NAME = "this plan"
+LEAST_LOSS = 0.0005  # less prints as 0.0 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Comparison:
     Attributes:
         baselines: Every named order with every split.
         is_optimal: Whether the plan is proved to be the best possible for the question asked.
+        is_bound_of_layout: Whether bound and proof hold for the plan's own partition and placement only.
     """
 
     plan: ComparedPlan
@@ -55,6 +57,7 @@ class Comparison:
     lower_bound_ns: int | None = None
     notes: tuple[str, ...] = ()
     is_optimal: bool = False
+    is_bound_of_layout: bool = False
 
     @property
     def best_baseline(self) -> ComparedPlan | None:
@@ -83,7 +86,11 @@ class Comparison:
         """One sentence on what the plan gains, honest where that is little."""
         best, gain = self.best_baseline, self.gain
         if best is None or gain is None:
-            return "No baseline fits into the memory; the plan does."
+            return f"No baseline fits into the memory; the plan {'does' if self.plan.fits else 'does not either'}."
+        if not self.plan.fits:
+            return f"The plan does not fit into the memory; {best.title} does."
+        if gain < -LEAST_LOSS:
+            return f"The plan takes {-gain:.1%} more time than {best.title}, which fits."
         if gain < SMALL_GAIN:
             return (
                 f"The plan gains {max(gain, 0.0):.1%} over {best.title}: under {SMALL_GAIN:.0%}, "
@@ -115,6 +122,7 @@ def comparison_of_search(result: SearchResult) -> Comparison:
         lower_bound_ns=result.lower_bound_ns,
         notes=result.notes,
         is_optimal=result.is_optimal,
+        is_bound_of_layout=result.is_bound_of_layout,
     )
 
 

@@ -100,11 +100,18 @@ def launch_line(folder: Path, cluster: Cluster) -> str:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that ``folder`` is free, empty, or holds a plan.
+    """Check that ``folder`` is free, empty, or holds a plan, and that one can be written beside it.
 
     Raises:
-        FileFormatError: It is a file, or a folder of something else.
+        FileFormatError: It is a file, a folder of something else, or where nothing can be written.
     """
+    target = Path(os.path.realpath(folder))
+    there = next(parent for parent in target.parents if os.path.lexists(parent))
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise FileFormatError(f"{folder} can't be written: {error.strerror} in {there}") from None
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():

@@ -61,6 +61,7 @@ def comparison_summary(comparison: Comparison) -> dict[str, Any]:
         "gain_over_best_baseline": comparison.gain,
         "gap_to_lower_bound": comparison.gap,
         "is_optimal": comparison.is_optimal,
+        "is_bound_of_layout": comparison.is_bound_of_layout,
         "notes": list(comparison.notes),
     }
 

@@ -62,11 +62,12 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _gap_sentence(comparison: Comparison) -> list[str]:
+    of_layout = " of this partition and placement" if comparison.is_bound_of_layout else ""
     if comparison.is_optimal:
-        return ["It is proved to be the best possible."]
+        return [f"It is proved to be the best possible{of_layout}."]
     if comparison.gap is None:
         return []
-    return [f"No plan can take less than the lower bound; this one is {comparison.gap:.1%} above it."]
+    return [f"No plan{of_layout} can take less than the lower bound; this one is {comparison.gap:.1%} above it."]
 
 
 def _compared(row: ComparedPlan, plan: ComparedPlan) -> tuple[str, ...]:

@@ -108,22 +108,29 @@ def optimize(
             raise InfeasibleError(why) if known else PlanError(why)
         closest, roomiest = tuner.closest_layouts
         raise InfeasibleError(explain_infeasible(problem, *closest, roomiest=roomiest))
-    plan = problem.plan(*tuner.incumbent)
-    result = SearchResult(
-        plan=plan,
-        baselines=tuple(baseline_result(problem, baseline) for baseline in known),
-        lower_bound_ns=bound,
-        notes=(),
-        strategy=strategy,
-        is_deterministic=not (budget.ended_by_clock or was_interrupted),
-        was_interrupted=was_interrupted,
-        num_ops_tried=int(budget.work),
-    )
-    if small is not None:
-        result = with_small_proof(problem, result, small)
-    if strategy == "exact" and not was_interrupted:
-        result = with_proof(problem, result, time_limit_s, work_limit)
-    return _with_notes(result)
+    incumbent = tuner.incumbent
+
+    def result(was_interrupted: bool) -> SearchResult:
+        found = SearchResult(
+            plan=problem.plan(*incumbent),
+            baselines=tuple(baseline_result(problem, baseline) for baseline in known),
+            lower_bound_ns=bound,
+            notes=(),
+            strategy=strategy,
+            is_deterministic=not (budget.ended_by_clock or was_interrupted),
+            was_interrupted=was_interrupted,
+            num_ops_tried=int(budget.work),
+        )
+        if small is not None:
+            found = with_small_proof(problem, found, small)
+        if strategy == "exact" and not was_interrupted:
+            found = with_proof(problem, found, time_limit_s, work_limit)
+        return _with_notes(found)
+
+    try:
+        return result(was_interrupted)
+    except KeyboardInterrupt:  # what was found is not lost, though nothing more is proved
+        return result(was_interrupted=True)
 
 
 def _octopipe(

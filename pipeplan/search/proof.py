@@ -74,7 +74,12 @@ def with_small_proof(problem: Problem, result: SearchResult, exact: ExactPlan) -
     if not is_whole_question(problem):
         return result
     bound = max(result.lower_bound_ns, min(exact.lower_bound_ns, result.makespan_ns))
-    return dataclasses.replace(result, lower_bound_ns=bound, is_optimal=result.makespan_ns == bound)
+    return dataclasses.replace(
+        result,
+        lower_bound_ns=bound,
+        is_optimal=result.makespan_ns == bound,
+        is_bound_of_layout=bound > result.lower_bound_ns,
+    )
 
 
 def with_proof(
@@ -120,11 +125,13 @@ def with_proof(
     if problem.table.can_recompute:
         note += ", with the stages that recompute as they are here"
     is_whole = is_whole_question(problem)
+    bound = max(found.lower_bound_ns, least) if is_whole else found.lower_bound_ns
     return dataclasses.replace(
         found,
         plan=better,
         notes=(note,),
-        lower_bound_ns=max(found.lower_bound_ns, least) if is_whole else found.lower_bound_ns,
+        lower_bound_ns=bound,
+        is_bound_of_layout=found.is_bound_of_layout or bound > found.lower_bound_ns,
         is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole and exact.is_proved),
         is_deterministic=found.is_deterministic and time_limit_s is None and not exact.was_interrupted,
         was_interrupted=exact.was_interrupted,

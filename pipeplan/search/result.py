@@ -58,11 +58,12 @@ class SearchResult:
     Attributes:
         plan: With its prediction and the digest of the profile.
         baselines: Every named order with every split, fastest first; those that don't fit are marked.
-        lower_bound_ns: No plan can be faster.
+        lower_bound_ns: No plan can be faster; or no plan of the given layout, where ``is_bound_of_layout``.
         notes: Sentences for the user, such as that the gain is small.
         is_deterministic: Whether the same call returns the same plan on any machine (a clock did not end it).
         was_interrupted: Whether Ctrl-C ended it.
         is_optimal: Whether the plan is proved to be the best possible for the question asked.
+        is_bound_of_layout: Whether bound and proof hold for the partition and placement given only.
         num_ops_tried: Ops simulated and scheduled: the unit of the work limit.
     """
 
@@ -74,6 +75,7 @@ class SearchResult:
     is_deterministic: bool
     was_interrupted: bool = False
     is_optimal: bool = False
+    is_bound_of_layout: bool = False
     num_ops_tried: int = 0
 
     @property

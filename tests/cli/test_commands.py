@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+import pipeplan.emit.folder
 import pipeplan.search
 from pipeplan.cluster import read_cluster
 from pipeplan.plan.folder import load_plan
@@ -18,7 +21,7 @@ from pipeplan.program.trace import RankTrace, TimedInstruction, Trace, write_tra
 from pipeplan.program.types import Compute
 from pipeplan.search import SearchResult
 from pipeplan.simulate import simulate
-from tests.cli.conftest import GOLDEN_PROFILE, Run
+from tests.cli.conftest import GOLDEN_PROFILE, Outcome, Run
 
 OPTIONS = ("--ranks", 4, "--micro-batches", 8, "--strategy", "baselines")
 
@@ -91,6 +94,29 @@ def test_interrupted_optimize_keeps_the_best_plan(run: Run, tmp_path: Path, monk
     assert outcome.status == 0
     assert "interrupted" in outcome.err
     assert run("verify", tmp_path / "plan").status == 0
+
+
+def test_interrupted_while_writing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once the search is over lets the plan be written, and says so; once more leaves without a plan."""
+    emit = pipeplan.emit.folder.emit_plan_folder
+
+    def interrupted(times: int) -> Outcome:
+        def pressed(*arguments: Any, **options: Any) -> None:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            emit(*arguments, **options)
+
+        monkeypatch.setattr(pipeplan.emit.folder, "emit_plan_folder", pressed)
+        return run("optimize", GOLDEN_PROFILE, *OPTIONS, "-o", tmp_path / str(times))
+
+    before = signal.getsignal(signal.SIGINT)
+    once = interrupted(1)
+    assert once.status == 0
+    assert "writing the plan" in once.err
+    assert run("verify", tmp_path / "1").status == 0
+    assert interrupted(2).status == 130
+    assert not list(tmp_path.glob("*2*"))
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_cluster_file_and_memory_cap(run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeplan.cluster import Cluster
 from pipeplan.emit import folder as folder_module
-from pipeplan.emit.folder import EMITTED_FILES, HOSTFILE, emit_plan_folder, launch_line
+from pipeplan.emit.folder import EMITTED_FILES, HOSTFILE, check_replaceable, emit_plan_folder, launch_line
 from pipeplan.errors import FileFormatError, LaunchError
 from pipeplan.plan.folder import load_plan
 from pipeplan.plan.types import Plan
@@ -160,6 +160,8 @@ def test_a_folder_of_something_else_is_left_alone(
     with pytest.raises(FileFormatError, match="is a file"):
         emit_plan_folder(tmp_path / "thesis.tex", verified, profile, cluster)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(FileFormatError, match=r"can't be written: Not a directory in .*thesis\.tex"):
+        check_replaceable(tmp_path / "thesis.tex" / "plans" / "mine")  # before a search, not after
     (tmp_path / "empty").mkdir()
     emit_plan_folder(tmp_path / "empty", verified, profile, cluster)
     assert (tmp_path / "empty" / "plan.yaml").is_file()

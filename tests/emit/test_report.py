@@ -103,6 +103,35 @@ def test_verdict_is_honest(baselines: list[ComparedPlan], words: str) -> None:
     assert "12.5% above" in (comparison_table(comparison).footnote or "")
 
 
+@pytest.mark.parametrize(
+    ("makespan_ns", "fits", "best_fits", "words"),
+    [
+        (1100, True, True, "10.0% more time than 1F1B"),
+        (900, False, True, "does not fit into the memory; 1F1B does"),
+        (900, False, False, "No baseline fits into the memory; the plan does not either"),
+    ],
+)
+def test_a_plan_that_loses_or_does_not_fit(makespan_ns: int, fits: bool, best_fits: bool, words: str) -> None:
+    """A plan by hand may be slower than a baseline, or too large; neither is called a gain."""
+    plan, best = compared("this plan", makespan_ns, fits=fits), compared("1F1B", 1000, fits=best_fits)
+    assert words in Comparison(plan=plan, baselines=(best,)).verdict
+
+
+@pytest.mark.parametrize("is_optimal", [False, True])
+def test_a_bound_of_one_layout_is_said_to_be(is_optimal: bool) -> None:
+    """Where the bound was proved for the given layout only, the sentence on it says so."""
+    comparison = Comparison(
+        plan=compared("this plan", 900),
+        baselines=(),
+        lower_bound_ns=900,
+        is_optimal=is_optimal,
+        is_bound_of_layout=True,
+    )
+    assert "of this partition and placement" in (comparison_table(comparison).footnote or "")
+    general = replace(comparison, is_bound_of_layout=False)
+    assert "partition" not in (comparison_table(general).footnote or "")
+
+
 def test_a_plan_that_takes_no_time() -> None:
     """A profile of zeros, such as a draft, has no ratios and no gain; the table stands all the same."""
     comparison = Comparison(plan=compared("this plan", 0), baselines=(compared("1F1B", 0),), lower_bound_ns=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -315,6 +316,28 @@ def test_interruption_keeps_the_best(profile: Profile) -> None:
     assert any("interrupted" in note for note in result.notes)
     assert result.best_baseline is not None
     assert result.makespan_ns <= result.best_baseline.makespan_ns
+
+
+@pytest.mark.parametrize("where", ["with_proof", "baseline_result"])
+def test_interruption_after_the_search_keeps_the_plan(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the plan found is proved, or the result is put together, does not lose it."""
+    entry = importlib.import_module("pipeplan.search.optimize")
+    instance = small_instance(0)
+    undisturbed = getattr(entry, where)
+    presses = iter([KeyboardInterrupt])
+
+    def interrupt(*arguments: Any) -> Any:
+        for press in presses:
+            raise press
+        return undisturbed(*arguments)
+
+    monkeypatch.setattr(entry, where, interrupt)
+    result = optimize(
+        instance.profile, instance.cluster, num_micro_batches=instance.num_micro_batches, strategy="exact",
+        partition=instance.partition, placement=instance.placement, work_limit=100_000,
+    )  # fmt: skip
+    assert result.was_interrupted
+    assert any("interrupted" in note for note in result.notes)
 
 
 def test_progress_moves_on(profile: Profile) -> None:
