@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -218,9 +218,6 @@ def profile(
         layers = open_model(model, granularity=granularity, seed=seed)
         if quiet or device != "cuda":
             silence_transformers()
-        if not quiet and os.environ.get("RANK", "0") == "0":
-            for warning in layers.warnings:
-                print_message(f"warning: {warning}")
         return layers
 
     def finished(profile: Profile) -> Profile:
@@ -243,7 +240,11 @@ def profile(
         )
         profile_ranks(task, json=json, quiet=quiet)
         return
-    with progress(f"reading {model}", quiet=quiet) as describe, _keeping(output, quiet=quiet):
+    with (
+        progress(f"reading {model}", quiet=quiet) as describe,
+        _keeping(output, quiet=quiet),
+        redirect_stdout(sys.stderr),
+    ):
         layers = opened()
         num_layers = len(layers.layers)
         if is_measured:

@@ -71,7 +71,7 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
         ModelError: Its forward can't be cut between the decoder layers; names the class and the reason.
     """
     what = type(model).__name__
-    base_name = model.base_model_prefix
+    base_name = _base_name(model)
     base = getattr(model, base_name, None)
     if not isinstance(base, nn.Module) or base is model:
         raise ModelError(f"{what} can't be cut into layers: it has no base model under {base_name!r}")
@@ -106,6 +106,15 @@ def dissect(model: Any, *, has_router_loss: bool) -> Anatomy:
         layers_read_embeddings=probe.layers_read_embeddings,
         has_router_loss=has_router_loss and "output_router_logits" in inspect.signature(model.forward).parameters,
     )
+
+
+def _base_name(model: Any) -> str:
+    """Return the attribute that holds the base model: what the class says, or where that is wrong the only one."""
+    from transformers import PreTrainedModel
+
+    said: str = model.base_model_prefix
+    found = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return found[0] if not hasattr(model, said) and len(found) == 1 else said
 
 
 def _probe(base: nn.Module, layers_name: str, what: str) -> _Probe:

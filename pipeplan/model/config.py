@@ -12,6 +12,7 @@ from pipeplan.errors import FileFormatError, ModelError, nearest
 # Without these, transformers would quietly take the sizes of the family's first published model.
 _DEPTH_KEYS = ("num_hidden_layers", "layers_block_type", "layer_types", "hybrid_override_pattern")
 _WIDTH_KEYS_BY_KIND = {  # the first that the family knows
+    "embedding": ("vocab_size",),
     "attention": ("num_attention_heads",),
     "mlp": ("intermediate_size",),
     "moe": ("moe_intermediate_size", "intermediate_size"),
@@ -103,7 +104,7 @@ def _check_sizes(content: Mapping[str, Any], config: Any, where: str) -> None:
         _check_given(content, config, choices, where)
 
 
-def check_widths(content: Mapping[str, Any], config: Any, kinds: Collection[str], where: str) -> list[str]:
+def check_widths(content: Mapping[str, Any], config: Any, kinds: Collection[str], where: str) -> None:
     """Check that a config gives the sizes that its layers need, where the family would have one of its own for them.
 
     The language model inside a larger model may leave them out, since that is how transformers saves such configs.
@@ -111,23 +112,16 @@ def check_widths(content: Mapping[str, Any], config: Any, kinds: Collection[str]
     Args:
         kinds: Of the model's layers; ``mamba+mlp`` counts as both.
 
-    Returns:
-        What the user should know: the family's vocabulary is taken where the config gives none.
-
     Raises:
-        ModelError: Another size is missing, or the vocabulary's key is misspelt; names it.
+        ModelError: A size is missing; names it.
     """
     if config.model_type != content["model_type"]:
-        return []
-    for kind in sorted({part for whole in kinds for part in whole.split("+")} & _WIDTH_KEYS_BY_KIND.keys()):
+        return
+    parts = {part for whole in kinds for part in whole.split("+")}
+    for kind in sorted(parts & _WIDTH_KEYS_BY_KIND.keys()):
         key = next((key for key in _WIDTH_KEYS_BY_KIND[kind] if isinstance(_default(config, key), int)), None)
         if key is not None:
             _check_given(content, config, (key,), where)
-    if "vocab_size" in _given(content, config) or config.vocab_size is None:
-        return []
-    if nearest("vocab_size", _strange(content, config)):
-        _check_given(content, config, ("vocab_size",), where)
-    return [f"{where} gives no vocab_size; took {config.vocab_size}, transformers' default for {config.model_type}"]
 
 
 def _default(config: Any, key: str) -> Any:
@@ -135,9 +129,19 @@ def _default(config: Any, key: str) -> Any:
 
 
 def _check_given(content: Mapping[str, Any], config: Any, choices: tuple[str, ...], where: str) -> None:
-    if not _given(content, config) & set(choices):
-        hint = nearest(choices[0], _strange(content, config))
-        raise ModelError(f"{where}: key {choices[0]!r} is missing{hint}")
+    if _given(content, config) & set(choices) or _has_older_name(content, config, choices[0]):
+        return
+    hint = nearest(choices[0], _strange(content, config))
+    raise ModelError(f"{where}: key {choices[0]!r} is missing{hint}")
+
+
+def _has_older_name(content: Mapping[str, Any], config: Any, key: str) -> bool:
+    """Return whether other keys decide the value of ``key``, as ``block_ff_dim`` does LFM2's ``intermediate_size``."""
+    other = 2 * (_default(config, key) or 1)
+    try:
+        return bool(getattr(type(config).from_dict({**content, key: other}), key) != other)
+    except Exception:  # transformers and its validators raise many kinds; no answer is no other name
+        return False
 
 
 def _given(content: Mapping[str, Any], config: Any) -> set[str]:

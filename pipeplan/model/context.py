@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from pipeplan.model.anatomy import Anatomy, Others, layer_result, split_hidden
 from pipeplan.model.initialise import initialised_part, initialised_shell
@@ -44,6 +45,7 @@ class ForwardContext:
         self._shell._modules[anatomy.layers_name] = nn.ModuleList(
             stub_of(layer, self._record) for layer in anatomy.layers
         )
+        self._aux_names = anatomy.aux_names
         self._aux = [self._shell.get_submodule(name) for name in anatomy.aux_names]
         self._cache: OrderedDict[tuple[Any, ...], list[Others]] = OrderedDict()
         self._masked: tuple[tuple[Any, ...], weakref.ref[Tensor], int, list[Others]] | None = None
@@ -53,7 +55,10 @@ class ForwardContext:
 
     def front_shell(self) -> nn.Module:
         """Return a shell of the base model whose forward ends at the first decoder layer."""
-        return shell_of(self._shell)
+        shell = shell_of(self._shell)
+        for name, module in zip(self._aux_names, self._aux, strict=True):
+            shell._modules[name] = stub_of(module, partial(_run_with_values, module))
+        return shell
 
     def prepare(self, device: torch.device, *, training: bool) -> None:
         """Bring the parts without weights (rotary tables, dropout) to a device and into a mode."""
@@ -86,20 +91,29 @@ class ForwardContext:
                 return self._arguments_of_shape(index, hidden, training)
             if type(embeds) is not Tensor:  # wrapped by a transform, which they must not outlive
                 return self._run(hidden, extras, embeds, training)[index]
-            key = (
-                *(hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled()),
-                self._config._attn_implementation,  # decides what masks are made of
-            )
+            key = self._key(hidden, training)
             if extras.get("position_ids") is not None:
                 return self._run(hidden, extras, embeds, training)[index]
             mask = extras.get("attention_mask")
             if mask is not None:
                 return self._masked_arguments(key, mask, hidden, extras, embeds, training)[index]
-            if key not in self._cache:
-                self._cache[key] = self._run(hidden, extras, embeds, training)
-                if len(self._cache) > _MAX_CACHED:
-                    self._cache.popitem(last=False)
-            return self._cache[key][index]
+            return self._arguments_of_key(key, hidden, extras, training)[index]
+
+    def _key(self, hidden: Tensor, training: bool) -> tuple[Any, ...]:
+        """Return what decides the arguments of a batch that brings none of its own."""
+        return (
+            *(hidden.shape, hidden.dtype, hidden.device, training, torch.is_inference_mode_enabled()),
+            self._config._attn_implementation,  # decides what masks are made of
+        )
+
+    def _arguments_of_key(
+        self, key: tuple[Any, ...], hidden: Tensor, extras: dict[str, Any], training: bool
+    ) -> list[Others]:
+        if key not in self._cache:
+            self._cache[key] = self._run(hidden, extras, hidden.detach(), training)
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        return self._cache[key]
 
     def _arguments_of_shape(self, index: int, hidden: Tensor, training: bool) -> Others:
         """Return the arguments for hidden states without values, made from some that have them.
@@ -108,6 +122,8 @@ class ForwardContext:
         """
         with torch.no_grad(), _disable_current_modes():
             stand_in = torch.zeros(1, dtype=hidden.dtype).expand(hidden.shape)
+            if self._has_embeddings:  # without a gradient, so of any micro-batch
+                return self._arguments_of_key(self._key(stand_in, training), stand_in, {}, training)[index]
             return self.arguments(index, stand_in, {"inputs_embeds": stand_in}, training=training)
 
     def _masked_arguments(
@@ -149,3 +165,15 @@ class ForwardContext:
 
     def _stand_in(self, *args: Any, **kwargs: Any) -> Any:
         return self._embeds
+
+
+def _run_with_values(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a part without weights; one that looks at values, as some rotary tables do, gets zeros for fake tensors."""
+    try:
+        return module(*args, **kwargs)
+    except DataDependentOutputException:
+        with _disable_current_modes():
+            zeros = tree_map_only(
+                FakeTensor, lambda value: torch.zeros(1, dtype=value.dtype).expand(value.shape), (args, kwargs)
+            )
+            return module(*zeros[0], **zeros[1])

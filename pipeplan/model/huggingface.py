@@ -209,7 +209,7 @@ def layers_from_config(
     config = config_from_mapping(content, where or name)
     model = HuggingFaceModel(config, seed, where or name, granularity)
     layers = tuple(model.source(unit) for unit in model.units)
-    warnings = check_widths(content, config, {layer.kind for layer in layers}, where or name)
+    check_widths(content, config, {layer.kind for layer in layers}, where or name)
     return ModelLayers(
         name=name,
         layers=layers,
@@ -217,7 +217,6 @@ def layers_from_config(
         sample_batch=partial(_sample_batch, config.vocab_size),
         source={"huggingface": dict(content), "granularity": granularity},
         vocab_size=config.vocab_size,
-        warnings=tuple(warnings),
         checkpoint=HuggingFaceCheckpoint(
             model.model, tuple(layer.weight_names for layer in layers), model.owner_by_name
         ),

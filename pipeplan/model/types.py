@@ -75,7 +75,6 @@ class ModelLayers:
         source: How to build the model again: the profile's ``model_source``; see ``pipeplan.model.source``.
         vocab_size: Number of token ids that the inputs may hold; ``None`` when the model doesn't read tokens, or
             does not say.
-        warnings: What of it may not be as the user meant it.
         checkpoint: ``None`` when there is no file format for single layers (a factory's model).
     """
 
@@ -86,7 +85,6 @@ class ModelLayers:
     source: Mapping[str, Any]
     vocab_size: int | None = None
     checkpoint: CheckpointFormat | None = None
-    warnings: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int | None:

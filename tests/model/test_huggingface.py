@@ -51,6 +51,17 @@ def test_families_equal_the_hugging_face_model(family: str) -> None:
     check_equal(config_of(family), padded=True)
 
 
+def test_a_base_model_under_another_name_than_its_class_says() -> None:
+    """Llama-4's class names "language_model", and holds "model"."""
+    config = {
+        "model_type": "llama4_text", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "intermediate_size_mlp": 64,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    check_equal(config, padded=True)
+
+
 @pytest.mark.parametrize("family", ["jamba", "llama"])
 def test_tied_embeddings_equal_the_hugging_face_model(family: str) -> None:
     """A tied head starts as the embedding and both gradients belong to the one weight."""

@@ -16,7 +16,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         398.56,
         {
             "model_type": "jamba", "hidden_size": 8192, "intermediate_size": 24576, "num_hidden_layers": 72,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "mamba_dt_rank": 512,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "mamba_dt_rank": 512, "vocab_size": 65536,
         },
     ),
     "nemotron-h-56b": (
@@ -24,7 +24,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         {
             "model_type": "nemotron_h", "hidden_size": 8192, "hybrid_override_pattern": _NEMOTRON_H_56B,
             "intermediate_size": 32768, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-            "mamba_num_heads": 256, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 256,
+            "mamba_num_heads": 256, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 256, "vocab_size": 131072,
         },
     ),
     "nemotron-3-nano-30b-a3b": (
@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
             "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
             "moe_shared_expert_intermediate_size": 3712, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8,
-            "ssm_state_size": 128,
+            "ssm_state_size": 128, "vocab_size": 131072,
         },
     ),
     "zamba2-7b": (

@@ -119,6 +119,11 @@ def faulty_files(folder: Path) -> dict[str, tuple[str, type[PipeplanError], str]
             ModelError,
             r"key 'vocab_size' is missing \(did you mean 'vocabsize'\?\)",
         ),
+        "no-vocabulary.json": (
+            json.dumps({key: value for key, value in llama.items() if key != "vocab_size"}),
+            ModelError,
+            "key 'vocab_size' is missing$",
+        ),
         "no-heads.json": (
             json.dumps({key: value for key, value in llama.items() if key != "num_attention_heads"}),
             ModelError,
@@ -161,16 +166,19 @@ def test_a_language_model_inside_a_larger_one_may_leave_sizes_out() -> None:
     text = {key: value for key, value in config_of("gemma3_text").items() if key not in left_out}
     model = model_from_source({"huggingface": {"model_type": "gemma3", "text_config": text}})
     assert model.vocab_size == 262208
-    assert not model.warnings
 
 
-def test_a_missing_vocabulary_is_said() -> None:
-    """The family's own is taken, as many hand-written configs mean it, but not without a word."""
-    config = {key: value for key, value in config_of("jamba").items() if key != "vocab_size"}
-    model = model_from_source({"huggingface": config})
-    assert model.vocab_size == 65536
-    assert model.warnings == ("jamba gives no vocab_size; took 65536, transformers' default for jamba",)
-    assert not model_from_source({"huggingface": config_of("jamba")}).warnings
+def test_sizes_may_have_their_older_names() -> None:
+    """As in published configs of LFM2, whose ``block_ff_dim`` says how wide the feed-forward is."""
+    config = {
+        "model_type": "lfm2", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="key 'intermediate_size' is missing"):
+        model_from_source({"huggingface": config})
+    narrow, wide = (model_from_source({"huggingface": {**config, "block_ff_dim": width}}) for width in (48, 12288))
+    assert narrow.num_parameters is not None and wide.num_parameters is not None
+    assert wide.num_parameters - narrow.num_parameters == 2 * 3 * 32 * (12288 - 48)  # 12288 is the family's own
 
 
 def test_unknown_models_are_refused_with_what_exists(tmp_path: Path) -> None:
