@@ -22,7 +22,7 @@ def read_hostfile(path: Path) -> Sequence[Node]:
             names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows mark the start
     except FileNotFoundError:
         raise FileFormatError(f"hostfile {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

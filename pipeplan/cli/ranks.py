@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 import typer
@@ -23,7 +25,7 @@ def profile_ranks(task: Task, *, json: bool, quiet: bool) -> None:
     if is_first and not quiet and task.settings.device == "cpu":
         _warn_of_too_few_cores()
     try:
-        with progress("measuring", quiet=quiet or not is_first) as describe:
+        with progress("measuring", quiet=quiet or not is_first) as describe, redirect_stdout(sys.stderr):
             found = profile_on_ranks(
                 task,
                 on_error=lambda sentence: print_message(f"error: {sentence}"),

@@ -51,7 +51,7 @@ def layers_from_factory(text: str, root: Path, *, name: str | None = None, seed:
     with _seeded(seed):
         try:
             result = factory()
-        except Exception as error:  # the user's own code may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ModelError(f"factory {text} failed: {type(error).__name__}: {error}") from error
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise ModelError(f"factory {text} returned {_describe(result)}; {_EXPECTED}")
@@ -117,7 +117,7 @@ def _import(module_name: str, root: Path, text: str) -> Any:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ModelError(f"factory {text}: there is no module {module_name!r} in {folder}") from None
         raise ModelError(f"factory {text}: {module_name!r} needs module {error.name!r}, which is missing") from error
-    except Exception as error:  # the user's own code may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything; scripts read their arguments
         raise ModelError(
             f"factory {text}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error

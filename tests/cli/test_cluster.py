@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeplan.cluster import Link, Node, Rank, read_cluster
+from pipeplan.hostfile import read_hostfile
 from pipeplan.units import bytes_from_gb
 from tests.cli.conftest import GOLDEN_PROFILE, Run
 
@@ -73,6 +74,13 @@ def test_a_draft_can_be_planned_for(run: Run, tmp_path: Path) -> None:
     )
     assert outcome.status == 0, outcome.err
     assert (plan / "hostfile").is_file()
+
+
+def test_a_hostfile_from_windows(tmp_path: Path) -> None:
+    """Neither the mark that editors there put at the start, nor their line ends, become part of a host's name."""
+    path = tmp_path / "hostfile"
+    path.write_bytes(b"\xef\xbb\xbfworker-0 slots=2\r\nworker-1 slots=2\r\n")
+    assert [node.host for node in read_hostfile(path)] == ["worker-0", "worker-1"]
 
 
 @pytest.mark.parametrize(

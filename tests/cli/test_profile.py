@@ -75,6 +75,28 @@ def test_states_follow_the_options(run: Run, tmp_path: Path) -> None:
     assert found.extra["states"] == {"optimizer": "lion", "zero_stage": 1, "data_parallel": 4}
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
+def test_what_a_model_prints_stays_out_of_the_result(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """A factory and layers that print leave --json one document."""
+    (tmp_path / "talking.py").write_text(
+        "from torch import nn, zeros\n"
+        "class Layer(nn.Linear):\n"
+        "    def forward(self, value):\n"
+        "        print('in the layer')\n"
+        "        return super().forward(value)\n"
+        "def factory():\n"
+        "    print('in the factory')\n"
+        "    return [Layer(4, 4)], nn.functional.mse_loss, (zeros(2, 4), zeros(2, 4))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    outcome = run("profile", "talking:factory", "--device", device, "-o", tmp_path / "x.yaml", *SHAPE, "--json")
+    assert outcome.status == 0, outcome.err
+    assert json.loads(outcome.out)["model"] == "factory"
+    assert "in the layer" in outcome.err and "in the factory" in outcome.err
+
+
 def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle leaves the layers so far beside the output and says where; the next run uses them."""
     path = tmp_path / "profile.yaml"

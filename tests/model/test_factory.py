@@ -67,6 +67,10 @@ def fails():
     raise RuntimeError("no such luck")
 
 
+def ends():
+    raise SystemExit(3)
+
+
 def two():
     return [nn.Linear(8, 8)], nn.functional.mse_loss
 
@@ -107,6 +111,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "__init__.py").write_text("")
     (folder / "models.py").write_text(FACTORIES)
     (folder / "broken.py").write_text("import not_there_at_all\n")
+    (folder / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--not-mine'])\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -186,6 +191,8 @@ def test_a_factory_may_give_one_batch(package: Path) -> None:
         ("shop.broken:good", "needs module 'not_there_at_all'"),
         ("shop.models:value", "'value' is a int, not a function"),
         ("shop.models:fails", "failed: RuntimeError: no such luck"),
+        ("shop.models:ends", "failed: SystemExit: 3"),
+        ("shop.script:good", "importing 'shop.script' failed: SystemExit: 2"),
         ("shop.models:two", "returned a tuple of 2; a factory returns"),
         ("shop.models:no_layers", "returned a list of 0 as layers"),
         ("shop.models:odd_layer", "layer 1 is a int; expected a module"),
