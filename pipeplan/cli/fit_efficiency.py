@@ -61,6 +61,7 @@ def fit_efficiency(
 
 def _known_profile(path: Path, device: str | None) -> KnownProfile:
     """Read a profile and run its model's layers on fake tensors."""
+    from pipeplan.cli.costs import silence_transformers
     from pipeplan.errors import ProfileError
     from pipeplan.model.source import model_from_source
     from pipeplan.profile import read_profile
@@ -77,8 +78,10 @@ def _known_profile(path: Path, device: str | None) -> KnownProfile:
         raise ProfileError(f"{path} covers {', '.join(profile.devices)}; say which with --device")
     name = device or profile.devices[0]
     gpu = find_gpu(name, read_gpus())
+    model = model_from_source(profile.model_source, name=profile.model)
+    silence_transformers()
     costs = layer_costs(
-        model_from_source(profile.model_source, name=profile.model),
+        model,
         micro_batch_size=profile.micro_batch_size,
         sequence_length=profile.sequence_length,
         dtype=profile.dtype,

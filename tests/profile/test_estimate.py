@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeplan.errors import FileFormatError, ProfileError
+from pipeplan.model.context import ForwardContext
 from pipeplan.model.source import model_from_source, open_model
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile import Profile, profile_digest, read_profile, write_profile
@@ -414,6 +415,59 @@ def test_a_layer_that_looks_at_values_is_named() -> None:
 
     with pytest.raises(ProfileError, match=r"layer 'layer1' \(test\) can't be estimated: .*--device cuda"):
         cost_of(Branching, lambda: torch.randn(4, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_experts_count_the_same_in_every_dtype(dtype: str) -> None:
+    """Groups of fp32 and fp16 are multiplied by torch on a CPU, but not on fake tensors."""
+    expected, found = costs_by_kind("tiny-jamba")["mamba+moe"], costs_by_kind("tiny-jamba", dtype=dtype)["mamba+moe"]
+    for direction in ("forward", "backward", "weight_gradient"):
+        assert flops(found, direction, *MATRIX_PRODUCTS) == flops(expected, direction, *MATRIX_PRODUCTS)
+
+
+def test_rotary_tables_that_look_at_values() -> None:
+    """Phi-3.5-MoE's choose their frequencies by the largest position, which fake tensors don't have."""
+    scaling = {
+        "type": "longrope", "long_factor": [1.5] * 4, "short_factor": [1.0] * 4, "long_mscale": 1.2,
+        "short_mscale": 1.3, "original_max_position_embeddings": 8,
+    }  # fmt: skip
+    config = {
+        "model_type": "phimoe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "max_position_embeddings": 64,
+        "original_max_position_embeddings": 8, "rope_scaling": scaling,
+    }  # fmt: skip
+    costs = layer_costs(
+        model_from_source({"huggingface": config}), micro_batch_size=1, sequence_length=16, dtype="bf16"
+    )
+    assert flops(costs[1], "forward", Category.GROUPED_GEMM) == 16 * 2 * 2 * 3 * 32 * 48
+
+
+def test_arguments_of_layers_that_read_embeddings_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are real tensors: of 131,072 tokens, a gigabyte for each run of each of Zamba2's layers."""
+    num_real = []
+    run = ForwardContext._run
+
+    def counted(self: ForwardContext, hidden: Tensor, *others: Any) -> Any:
+        num_real.append(type(hidden) is Tensor)
+        return run(self, hidden, *others)
+
+    monkeypatch.setattr(ForwardContext, "_run", counted)
+    model = model_from_source({"huggingface": config_of("zamba2")})
+    layer_costs(model, micro_batch_size=1, sequence_length=16, dtype="bf16")
+    assert len(num_real) > 5 * sum(num_real) > 0
+
+
+def test_a_loop_over_the_sequence_is_refused() -> None:
+    """Taken op by op it would last minutes, and move bytes that grow with the square of the length."""
+    config = {
+        "model_type": "recurrent_gemma", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "lru_width": 32,
+        "head_dim": 8, "attention_window_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }  # fmt: skip
+    model = model_from_source({"huggingface": config})
+    assert layer_costs(model, micro_batch_size=1, sequence_length=4, dtype="bf16")
+    with pytest.raises(ProfileError, match=r"layer 'layers\.0' \(recurrent\+mlp\) .* more than 5,000 ops, as a loop"):
+        layer_costs(model, micro_batch_size=1, sequence_length=1024, dtype="bf16")
 
 
 def test_unknown_gpus_dtypes_and_files(tmp_path: Path) -> None:

@@ -69,6 +69,28 @@ def test_a_fit_recovers_the_table_that_made_the_times() -> None:
     assert all(abs(one.relative_error) < 0.02 for one in found.residuals if one.kind != "embedding")
 
 
+def test_a_fit_reaches_a_table_far_from_the_start(tmp_path: Path) -> None:
+    """Kernels a thousand times slower than typical ones come back as exactly, through the file too."""
+    model, costs = nano_9b()
+    shares = {category: share / 1000 for category, share in TYPICAL.share_by_category.items()}
+    truth = Efficiency(share_by_category=shares, launch_ns=5_000_000)
+    write_efficiency(fit_efficiency([known(model, costs, truth)], TYPICAL).efficiency, tmp_path / "efficiency.yaml")
+    found = read_efficiency(tmp_path / "efficiency.yaml")
+    assert {"gemm", "attention_forward", "scan_forward", "memory", "launch"} <= set(found.fitted)
+    for name in set(found.fitted) - {"launch"}:
+        assert found.share_by_category[Category(name)] == pytest.approx(shares[Category(name)], rel=0.03)
+
+
+def test_profiles_of_one_model_are_told_apart() -> None:
+    """Each has its residuals, named by what differs."""
+    model, costs = nano_9b()
+    one, slow = (known(model, costs, replace(TYPICAL, launch_ns=launch_ns)) for launch_ns in (5000, 50_000))
+    other = KnownProfile(replace(slow.profile, sequence_length=2048), costs, H100, "h100-sxm")
+    found = fit_efficiency([one, other], TYPICAL).efficiency
+    assert {residual.profile for residual in found.residuals} == {f"{model.name} 1 x 4096", f"{model.name} 1 x 2048"}
+    assert found.fitted_on == f"F, I and W of {model.name} on h100-sxm"
+
+
 def test_shares_stay_below_the_peak() -> None:
     """Times that only a share above 1 would explain leave the share at 1."""
     model, costs = nano_9b()

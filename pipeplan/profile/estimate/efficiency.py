@@ -151,7 +151,9 @@ def efficiency_document(efficiency: Efficiency) -> dict[str, Any]:
     """Return what the efficiency file holds."""
     content: dict[str, Any] = {
         "format": FORMAT,
-        "share_of_peak": {category.value: round(efficiency.share_by_category[category], 4) for category in Category},
+        "share_of_peak": {
+            category.value: float(f"{efficiency.share_by_category[category]:.4g}") for category in Category
+        },
         "launch_us": round(efficiency.launch_ns / NS_PER_US, 3),
         "fitted": list(efficiency.fitted),
     }

@@ -30,11 +30,11 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers grouped products of fp32, which torch computes on a CPU but not on fake tensors."""
+    """Answers grouped products of fp32 and fp16, which torch computes on a CPU but not on fake tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **kwargs)
         left, right = args[0], args[1]
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)

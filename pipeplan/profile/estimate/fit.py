@@ -77,7 +77,9 @@ def fit_efficiency(known: Sequence[KnownProfile], start: Efficiency, *, forward_
     Raises:
         ProfileError: No entry is left.
     """
-    entries, left_out = _usable([entry for one in known for entry in _entries(one, forward_only=forward_only)])
+    labels = _labels(known)
+    pairs = list(zip(known, labels, strict=True))
+    entries, left_out = _usable([entry for pair in pairs for entry in _entries(*pair, forward_only=forward_only)])
     if not entries:
         raise ProfileError(f"nothing to fit an efficiency table on: {'; '.join(left_out) or 'no times are given'}")
     columns: list[Category | str] = [*Category, LAUNCH]
@@ -85,10 +87,12 @@ def fit_efficiency(known: Sequence[KnownProfile], start: Efficiency, *, forward_
     terms = np.array([_terms(entry, start) for entry in entries])
     times = np.array([entry.time_ns for entry in entries], dtype=float)
     shares = terms / times[:, None]
-    is_free = shares.max(axis=0) >= _MIN_SHARE
+    is_free = (terms / terms.sum(axis=1, keepdims=True)).max(axis=0) >= _MIN_SHARE
     rest = 1 - shares[:, ~is_free].sum(axis=1)
     num_free = int(is_free.sum())
-    matrix = np.vstack([shares[:, is_free], _PULL * np.eye(num_free)])
+    # how much slower than the table everything is, by which the pull neither gains nor loses weight
+    common = max(1.0, float(np.median(times / terms.sum(axis=1))))
+    matrix = np.vstack([shares[:, is_free], _PULL / common * np.eye(num_free)])
     wanted = np.concatenate([rest, np.full(num_free, _PULL)])
     lower = np.array([start.share_by_category[one] if isinstance(one, Category) else 0.0 for one in columns])[is_free]
     solution = lsq_linear(matrix, wanted, bounds=(lower, np.inf)).x
@@ -100,14 +104,15 @@ def fit_efficiency(known: Sequence[KnownProfile], start: Efficiency, *, forward_
     for follower, (leader, ratio) in _FOLLOWERS.items():
         if leader in factors and follower not in factors:
             share_by_category[follower] = ratio * share_by_category[leader]
-    names = ", ".join(dict.fromkeys(f"{entry.profile} on {entry.gpu.name}" for entry in entries))
+    used = {entry.profile for entry in entries}
+    names = ", ".join(dict.fromkeys(f"{one.profile.model} on {one.gpu.name}" for one, label in pairs if label in used))
     efficiency = Efficiency(
         share_by_category=share_by_category,
         launch_ns=start.launch_ns * factors.get(LAUNCH, 1.0),
         fitted=tuple(one.value if isinstance(one, Category) else one for one in fitted),
         fitted_on=f"{'F' if forward_only else 'F, I and W'} of {names}",
     )
-    return Fit(replace(efficiency, residuals=_residuals(known, efficiency)), tuple(left_out))
+    return Fit(replace(efficiency, residuals=_residuals(pairs, efficiency)), tuple(left_out))
 
 
 def _usable(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
@@ -136,7 +141,22 @@ def _terms(entry: Entry, start: Efficiency) -> list[float]:
     return [*by_category.values(), start.launch_ns * len(entry.kernels)]
 
 
-def _entries(known: KnownProfile, *, forward_only: bool) -> list[Entry]:
+def _labels(known: Sequence[KnownProfile]) -> list[str]:
+    """Return what to call each profile: its model, and what else tells profiles of one model apart."""
+    names = [one.profile.model for one in known]
+    details = [
+        (one.device, f"{one.profile.micro_batch_size} x {one.profile.sequence_length}", one.profile.dtype)
+        for one in known
+    ]
+    labels = []
+    for name, detail in zip(names, details, strict=True):
+        same = [other for other_name, other in zip(names, details, strict=True) if other_name == name]
+        differing = [own for own, others in zip(detail, zip(*same, strict=True), strict=True) if len(set(others)) > 1]
+        labels.append(" ".join([name, *differing]))
+    return labels
+
+
+def _entries(known: KnownProfile, label: str, *, forward_only: bool) -> list[Entry]:
     """Return the known times of a profile, one for layers that run and take the same."""
     found: dict[tuple[object, ...], Entry] = {}
     for layer, cost in zip(known.profile.layers, known.costs, strict=True):
@@ -144,7 +164,7 @@ def _entries(known: KnownProfile, *, forward_only: bool) -> list[Entry]:
         ops = _ops(times, cost)
         for op, (time_ns, kernels) in ops.items():
             if time_ns and kernels and (op == "F" or not forward_only):
-                entry = Entry(known.profile.model, layer.kind, op, kernels, known.gpu, known.profile.dtype, time_ns)
+                entry = Entry(label, layer.kind, op, kernels, known.gpu, known.profile.dtype, time_ns)
                 found.setdefault((layer.kind, op, time_ns), entry)
     return list(found.values())
 
@@ -159,10 +179,10 @@ def _ops(times: LayerTimes, cost: LayerCost) -> dict[str, tuple[int, Kernels]]:
     }
 
 
-def _residuals(known: Sequence[KnownProfile], efficiency: Efficiency) -> tuple[Residual, ...]:
+def _residuals(known: Sequence[tuple[KnownProfile, str]], efficiency: Efficiency) -> tuple[Residual, ...]:
     """Return how well the table does on F and B of each kind of layer of each profile."""
     found: dict[tuple[str, str, str], Residual] = {}
-    for one in known:
+    for one, label in known:
         profile = one.profile
         for layer, cost in zip(profile.layers, one.costs, strict=True):
             times = layer.times(one.device)
@@ -170,12 +190,12 @@ def _residuals(known: Sequence[KnownProfile], efficiency: Efficiency) -> tuple[R
                 ("F", times.forward_ns, cost.forward),
                 ("B", times.backward_ns, cost.backward),
             ):
-                key = (profile.model, layer.kind, op)
+                key = (label, layer.kind, op)
                 if not expected_ns or not kernels or key in found:
                     continue
                 estimated_ns = efficiency.time_ns(kernels, one.gpu, profile.dtype)
                 found[key] = Residual(
-                    profile=profile.model,
+                    profile=label,
                     kind=layer.kind,
                     op=op,
                     expected_ms=ms_from_ns(expected_ns),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.deferral import WeightGradientStore
+from pipeplan.errors import ProfileError
 from pipeplan.model.types import LayerSource
 from pipeplan.profile.estimate import attention
 from pipeplan.profile.estimate.fusion import FusedAway, fuse, held_bytes
@@ -24,6 +26,7 @@ from pipeplan.profile.held import activation_bytes, tensors_in
 from pipeplan.profile.passes import Pass, deferring, describe, gradient_of, measure_bytes
 
 _FP32_BYTES = 4
+_MAX_OPS = 5_000  # of a forward, and more only where it has fewer than two for each token: a loop over blocks of them
 
 Finish = Callable[[Any], Tensor]
 """The loss, a function of what the last layer returns."""
@@ -68,7 +71,7 @@ def run_on_fakes(
             Tensor, lambda tensor: torch.empty_like(tensor).requires_grad_(tensor.requires_grad), value
         )
 
-    with _settings_for_gpus(module), functions.exchanged(module):
+    with _settings_for_gpus(module), functions.exchanged(module), _OpLimit(source, value):
         outputs = layer(make_inputs())  # makes masks and rotary tables, which all micro-batches share
         outputs = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs
@@ -99,6 +102,27 @@ def run_on_fakes(
         workspace_bytes=sizes.workspace_bytes,
     )
     return LayerOnFakes(cost, outputs)
+
+
+class _OpLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends a forward of more ops than any layer has that doesn't take its sequence step by step."""
+
+    def __init__(self, source: LayerSource, value: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._source = source
+        num_tokens = max((tensor.shape[1] for tensor in tensors_in(value) if tensor.dim() > 1), default=0)
+        self._max_ops = max(_MAX_OPS, 2 * num_tokens)
+        self._num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_ops += func.namespace != "prim"  # questions, which must not raise
+        if self._num_ops > self._max_ops and func.namespace != "prim":
+            raise ProfileError(
+                f"layer {self._source.name!r} ({self._source.kind}) can't be estimated: its forward runs more than "
+                f"{self._max_ops:,} ops, as a loop over the sequence does, which real kernels take as one; measure it "
+                "where the GPU is, with --device cuda, or estimate at a shorter --sequence-length"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
