@@ -38,6 +38,7 @@ _CHARACTER_INCHES = 0.058  # of a digit at _NUMBER_POINTS, with a little air
 _EDGE_POINTS = 0.3
 _NARROW_INCHES = 0.03
 _PALEST = 0.55  # share of white in the last stage of a rank
+_SHORT_MS = 0.1  # below this the axis counts microseconds
 _BITMAP_DPI = 300
 _MAX_VECTOR_OPS = 6_000  # above this the boxes become a bitmap, so that the file stays small
 
@@ -87,7 +88,9 @@ def _draw_timeline(axes: Axes, timeline: Timeline, title: str | None, end_ms: fl
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(labelsize=_FONT_POINTS)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time (ms)", fontsize=_FONT_POINTS)
+    is_short = end_ms < _SHORT_MS
+    axes.xaxis.set_major_formatter(lambda ms, _: f"{ms * 1e3 if is_short else ms:,.10g}")
+    axes.set_xlabel("time (µs)" if is_short else "time (ms)", fontsize=_FONT_POINTS)
     axes.spines[["top", "right", "left"]].set_visible(False)
     if timeline.makespan_ns / NS_PER_MS < end_ms:
         axes.axvline(timeline.makespan_ns / NS_PER_MS, color="black", linewidth=0.6, linestyle=":")

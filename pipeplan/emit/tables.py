@@ -34,13 +34,13 @@ def format_ms(value_ns: float) -> str:
 
 
 def format_gb(value_bytes: int) -> str:
-    """Return gigabytes, or megabytes below one."""
+    """Return gigabytes, below one megabytes, and below a tenth of one kilobytes."""
     value = gb_from_bytes(value_bytes)
     if value_bytes == 0:
         return "0"
     if value >= 1:
         return f"{value:,.2f} GB"
-    return f"{value * 1000:.1f} MB"
+    return f"{value * 1e3:.1f} MB" if value >= 1e-4 else f"{value * 1e6:.3g} kB"
 
 
 def comparison_table(comparison: Comparison) -> Table:

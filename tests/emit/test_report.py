@@ -46,6 +46,25 @@ def test_figure_has_a_box_for_every_op(timeline: Timeline) -> None:
     assert boxes == expected
 
 
+@pytest.mark.parametrize(("slower", "label"), [(1.0, "time (ms)"), (1e-4, "time (µs)"), (1e6, "time (ms)")])
+def test_axis_of_short_and_of_long_batches(slower: float, label: str, timeline: Timeline) -> None:
+    """Ticks are plain numbers in a unit that suits the batch, whatever its length."""
+    scaled = replace(
+        timeline,
+        makespan_ns=max(1, round(timeline.makespan_ns * slower)),
+        ops_by_rank=tuple(
+            tuple(
+                replace(timed, start_ns=round(timed.start_ns * slower), end_ns=round(timed.end_ns * slower))
+                for timed in ops
+            )
+            for ops in timeline.ops_by_rank
+        ),
+    )
+    svg = timeline_svg((None, scaled))
+    assert label in svg
+    assert "1e" not in "".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
 def test_svg_is_valid_and_repeatable(timeline: Timeline) -> None:
     """The SVG is well-formed XML, refers to nothing outside, and is the same every time."""
     svg = timeline_svg(("predicted", timeline), ("measured", timeline))
