@@ -2,4 +2,5 @@
 
 from pipeplan.cli.app import main
 
-main()
+if __name__ == "__main__":  # processes that search beside this one import it, too
+    main()

@@ -54,6 +54,15 @@ def optimize(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.", rich_help_panel=_SEARCH)] = 0,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="Searches at once, a core and a seed each; the best plan counts.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = 1,
     partition: Annotated[
         str | None,
         typer.Option("--partition", help="Fix the layers of each stage: 4,5,5,3.", rich_help_panel=_SEARCH),
@@ -106,7 +115,7 @@ def optimize(
     from pipeplan.profile import read_profile
     from pipeplan.profile.states import states_of_other_replicas
     from pipeplan.program.verify import verify_plan
-    from pipeplan.search import optimize as search
+    from pipeplan.search import optimize_in_parallel as search
     from pipeplan.simulate import simulate
 
     if exact and strategy not in ("default", "exact"):
@@ -135,6 +144,7 @@ def optimize(
             num_micro_batches=micro_batches or _MICRO_BATCHES_PER_RANK * where.num_ranks,
             time_limit_s=time_limit,
             work_limit=work_limit,
+            num_jobs=jobs,
             seed=seed,
             partition=None if partition is None else Partition.parse(partition),
             placement=None if placement is None else Placement.parse(placement),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from pipeplan.cluster import Cluster
@@ -115,7 +114,6 @@ def optimize(
             plan=problem.plan(*incumbent),
             baselines=tuple(baseline_result(problem, baseline) for baseline in known),
             lower_bound_ns=bound,
-            notes=(),
             strategy=strategy,
             is_deterministic=not (budget.ended_by_clock or was_interrupted),
             was_interrupted=was_interrupted,
@@ -125,7 +123,7 @@ def optimize(
             found = with_small_proof(problem, found, small)
         if strategy == "exact" and not was_interrupted:
             found = with_proof(problem, found, time_limit_s, work_limit)
-        return _with_notes(found)
+        return found
 
     try:
         return result(was_interrupted)
@@ -155,27 +153,12 @@ def _octopipe(
         time_limit_s=time_limit_s,
         try_all_phases=try_all_phases,
     )
-    result = SearchResult(
+    return SearchResult(
         plan=tuned.plan,
         baselines=tuple(baseline_result(problem, baseline) for baseline in known),
         lower_bound_ns=bound,
-        notes=(),
         strategy="octopipe",
         is_deterministic=tuned.is_deterministic,
         was_interrupted=tuned.was_interrupted,
         num_ops_tried=tuned.num_ops_tried,
     )
-    return _with_notes(result)
-
-
-def _with_notes(result: SearchResult) -> SearchResult:
-    """Return the result with sentences on how the search ended; what it gained, the comparison says."""
-    notes = list(result.notes)
-    if result.was_interrupted:
-        notes.append("the search was interrupted; this is the best plan found until then")
-    elif not result.is_deterministic:
-        notes.append(
-            "the time limit ended the search: a slower machine may stop at another plan; a work limit "
-            f"(this search: {result.num_ops_tried:,}) does not depend on the clock"
-        )
-    return dataclasses.replace(result, notes=tuple(notes))

@@ -106,7 +106,9 @@ def with_proof(
             **limits,
         )
     except InfeasibleError as error:  # such as where only layouts that it does not go through, or recomputation, fit
-        return dataclasses.replace(found, notes=(f"not proved: the exact search has no plan of its own: {error}",))
+        return dataclasses.replace(
+            found, proof_notes=(f"not proved: the exact search has no plan of its own: {error}",)
+        )
     better = exact.plan if exact.makespan_ns < found.makespan_ns else found.plan
     assert better.prediction is not None
     layouts = "this layout"
@@ -129,7 +131,7 @@ def with_proof(
     return dataclasses.replace(
         found,
         plan=better,
-        notes=(note,),
+        proof_notes=(note,),
         lower_bound_ns=bound,
         is_bound_of_layout=found.is_bound_of_layout or bound > found.lower_bound_ns,
         is_optimal=better.prediction.makespan_ns == found.lower_bound_ns or (is_whole and exact.is_proved),

@@ -59,7 +59,7 @@ class SearchResult:
         plan: With its prediction and the digest of the profile.
         baselines: Every named order with every split, fastest first; those that don't fit are marked.
         lower_bound_ns: No plan can be faster; or no plan of the given layout, where ``is_bound_of_layout``.
-        notes: Sentences for the user, such as that the gain is small.
+        proof_notes: Sentences for the user on what was proved.
         is_deterministic: Whether the same call returns the same plan on any machine (a clock did not end it).
         was_interrupted: Whether Ctrl-C ended it.
         is_optimal: Whether the plan is proved to be the best possible for the question asked.
@@ -70,13 +70,26 @@ class SearchResult:
     plan: Plan
     baselines: tuple[BaselineResult, ...]
     lower_bound_ns: int
-    notes: tuple[str, ...]
     strategy: str
     is_deterministic: bool
+    proof_notes: tuple[str, ...] = ()
     was_interrupted: bool = False
     is_optimal: bool = False
     is_bound_of_layout: bool = False
     num_ops_tried: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user: what was proved, and how the search ended; what it gained, the comparison says."""
+        if self.was_interrupted:
+            return *self.proof_notes, "the search was interrupted; this is the best plan found until then"
+        if self.is_deterministic:
+            return self.proof_notes
+        ending = (
+            "the time limit ended the search: a slower machine may stop at another plan; a work limit "
+            f"(this search: {self.num_ops_tried:,}) does not depend on the clock"
+        )
+        return *self.proof_notes, ending
 
     @property
     def makespan_ns(self) -> int:
