@@ -35,7 +35,7 @@ class Instance(NamedTuple):
         activation_sums: [2, num_atoms + 1], without and with recomputation.
         held_sums: [num_atoms + 1].
         parameter_sums: [num_atoms + 1].
-        workspace_bytes: [num_atoms], the largest of the atom's layers.
+        workspace_bytes: [2, num_atoms], the largest of the atom's layers, without and with recomputation.
         output_bytes: [num_atoms], what the atom's last layer hands on.
         latency_ns, gb_per_s: [num_ranks, num_ranks], infinite bandwidth where transfers are free.
         can_split: [num_atoms + 1], prefix count of layers whose W can be deferred.
@@ -125,7 +125,15 @@ def build_instance(problem: Problem) -> Instance:
         held_sums=table.held_sums[bounds].copy(),
         parameter_sums=table.parameters[bounds].copy(),
         workspace_bytes=np.maximum.reduceat(
-            np.array([layer.workspace_bytes for layer in layers], dtype=np.int64), bounds[:-1]
+            np.array(
+                [
+                    [table.workspace_bytes(layer, recompute=recompute) for layer in range(len(layers))]
+                    for recompute in (False, True)
+                ],
+                dtype=np.int64,
+            ),
+            bounds[:-1],
+            axis=1,
         ),
         output_bytes=table.output_bytes[bounds[1:] - 1].copy(),
         latency_ns=np.array([[0 if each is None else each.latency_ns for each in row] for row in link], dtype=np.int64),
@@ -207,7 +215,7 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
         costs.held_bytes[stage] = instance.held_sums[last] - instance.held_sums[first]
         largest = np.int64(0)
         for atom in range(first, last):
-            largest = max(largest, instance.workspace_bytes[atom])
+            largest = max(largest, instance.workspace_bytes[again, atom])
         costs.workspace_bytes[stage] = largest
         costs.boundary_bytes[stage] = instance.output_bytes[last - 1] if stage < num_stages - 1 else 0
         costs.rank_by_stage[stage] = rank

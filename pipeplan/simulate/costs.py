@@ -27,7 +27,8 @@ class StageCosts:
         duration_ns: [num_stages, 4], columns F, B, I, W, host overhead of the op included.
         activation_bytes: [num_stages], kept from F until B or I.
         held_bytes: [num_stages], kept from I until W.
-        workspace_bytes: [num_stages], extra while an op of the stage runs.
+        workspace_bytes: [num_stages], extra while an op of the stage runs; where it recomputes, with the activations
+            of its largest layer, which come back in the backward, one layer at a time.
         boundary_bytes: [num_stages], what stage s hands to s + 1 (and gets back as a gradient); 0 for the last.
         rank_by_stage: [num_stages].
         forward_transfer_ns: [num_stages], stage s to s + 1; 0 on one rank.
@@ -93,6 +94,12 @@ class CostTable:
         self._splittable = _prefix_1d([int(layer.is_splittable) for layer in layers])
         self.parameters = _prefix_1d([layer.num_parameters for layer in layers])
         self._workspace = [layer.workspace_bytes for layer in layers]
+        self._recomputed_workspace = [
+            layer.workspace_bytes
+            if layer.recomputation is None
+            else layer.workspace_bytes + max(0, layer.activation_bytes - layer.recomputation.activation_bytes)
+            for layer in layers
+        ]
         self._output_bytes = np.array([layer.output_bytes for layer in layers], dtype=np.int64)
         self.tied_layers = _tied_layers(layers)
         self.overhead_ns = np.array([cluster.host_overhead_ns.get(kind.name, 0) for kind in OpKind], dtype=np.int64)
@@ -123,6 +130,10 @@ class CostTable:
     def can_recompute(self) -> bool:
         """Whether any layer can recompute on every device type of the cluster."""
         return any(self.is_recomputable(layer) for layer in range(self.num_layers))
+
+    def workspace_bytes(self, layer: int, *, recompute: bool) -> int:
+        """Return the workspace of a layer; one that recomputes has its activations again while its backward runs."""
+        return self._recomputed_workspace[layer] if recompute else self._workspace[layer]
 
     @property
     def held_sums(self) -> IntArray:
@@ -186,7 +197,13 @@ class CostTable:
             activation_bytes=activation,
             held_bytes=self._held[bounds[1:]] - self._held[bounds[:-1]],
             workspace_bytes=np.array(
-                [max(self._workspace[first:last]) for first, last in itertools.pairwise(bounds)],
+                [
+                    max(
+                        self.workspace_bytes(layer, recompute=stage in recomputed_stages)
+                        for layer in range(first, last)
+                    )
+                    for stage, (first, last) in enumerate(itertools.pairwise(bounds.tolist()))
+                ],
                 dtype=np.int64,
             ),
             boundary_bytes=boundary,

@@ -1,9 +1,10 @@
 """The memory formula: what every rank holds over time. Compiled; everything that predicts a peak calls it.
 
 Activations live from the start of F to the end of B or I; at the end of I, what W needs takes their place and lives
-until the end of W. Workspace lives while its op runs. A boundary lives on its source from the producer's end to the
-end of the transfer, on its target from the start of the transfer until its consumer starts (an activation, which from
-then on is among the activations of the stage) or ends (a gradient); on one rank, from the producer's end to there.
+until the end of W. Workspace lives while its op runs; with recomputation it includes the activations of one layer,
+which are there again. A boundary lives on its source from the producer's end to the end of the transfer, on its target
+from the start of the transfer until its consumer starts (an activation, which from then on is among the activations of
+the stage) or ends (a gradient); on one rank, from the producer's end to there.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def test_says_what_would_fit(profile: Profile) -> None:
 def test_finds_the_only_order_that_fits(strategy: str, can_recompute: bool) -> None:
     """Caps that hold one micro-batch at a time, boundaries included, and not a byte more: a plan; a byte less: none.
 
-    By hand: rank 1 holds both layers of its stage (30 MB, or 10 MB where they recompute), the activation that came in
-    (8 MB) or the gradient that goes out, and 4 MB of workspace; rank 0 sends as much and holds 4 MB.
+    By hand: rank 1 holds both layers of its stage (30 MB, or where they recompute 10 MB and then the other 15 MB of the
+    larger one), the activation that came in (8 MB) or the gradient that goes out, and 4 MB of workspace; rank 0 sends
+    as much and holds 4 MB.
     """
     times = {
         "gpu": LayerTimes(
@@ -91,7 +92,7 @@ def test_finds_the_only_order_that_fits(strategy: str, can_recompute: bool) -> N
         state_bytes_per_parameter=16, count_boundary_buffers=True, layers=(layer, large, last),
     )  # fmt: skip
     count = 3 if strategy == "exact" else 30  # more than the default strategy solves exactly
-    needs = (16_000_000, (10_000_000 if can_recompute else 30_000_000) + 12_000_000)
+    needs = (16_000_000, (25_000_000 if can_recompute else 30_000_000) + 12_000_000)
 
     def search(*caps: int) -> SearchResult:
         cluster = Cluster(ranks=tuple(Rank("gpu", cap) for cap in caps), within_node=Link(5_000, 1.0))
