@@ -10,6 +10,7 @@ from pipeplan.errors import ProfileError
 from pipeplan.profile.types import LayerProfile, LayerTimes, Profile, Recomputation
 
 _ESTIMATED = "estimated"
+_INTERPOLATED = "interpolated, not measured"
 
 
 def merge_profiles(profiles: Sequence[Profile], names: Sequence[str]) -> Profile:
@@ -71,7 +72,8 @@ def interpolate_micro_batch(smaller: Profile, larger: Profile, micro_batch_size:
     """Return the profile at a micro-batch size between two measured ones; times and bytes on a straight line.
 
     Raises:
-        ProfileError: The size is not between the two, one of them is estimated, or they differ in more than the size.
+        ProfileError: The size is not between the two, one of them is estimated or interpolated itself, or they differ
+            in more than the size.
     """
     if smaller.micro_batch_size > larger.micro_batch_size:
         smaller, larger, names = larger, smaller, [names[1], names[0]]
@@ -80,6 +82,8 @@ def interpolate_micro_batch(smaller: Profile, larger: Profile, micro_batch_size:
     for profile, name in ((smaller, names[0]), (larger, names[1])):
         if profile.source == _ESTIMATED:
             raise ProfileError(f"{name} is estimated; estimate at micro-batch size {micro_batch_size} itself")
+        if any(note.startswith(_INTERPOLATED) for note in profile.extra.get("notes", ())):
+            raise ProfileError(f"{name} is interpolated itself; give the two measured profiles that it lies between")
     if smaller.devices != larger.devices:
         raise ProfileError(
             f"{names[0]} has times on {', '.join(smaller.devices)}, {names[1]} on {', '.join(larger.devices)}; "
@@ -91,7 +95,7 @@ def interpolate_micro_batch(smaller: Profile, larger: Profile, micro_batch_size:
             "are unknown, so measure there"
         )
     share = (micro_batch_size - low) / (high - low)
-    note = f"interpolated, not measured: micro-batch size {micro_batch_size} lies between the measured {low} and {high}"
+    note = f"{_INTERPOLATED}: micro-batch size {micro_batch_size} lies between the measured {low} and {high}"
     return replace(
         smaller,
         micro_batch_size=micro_batch_size,

@@ -119,6 +119,11 @@ def test_between_two_measured_sizes() -> None:
         (profile(micro_batch_size=4), 8, "not between the measured 1 and 4"),
         (profile(micro_batch_size=4), 1, "not between the measured 1 and 4"),
         (profile(micro_batch_size=4, source="estimated"), 2, "b.yaml is estimated; estimate at micro-batch size 2"),
+        (
+            interpolate_micro_batch(profile(micro_batch_size=2), profile(micro_batch_size=8), 4, NAMES),
+            2,
+            "b.yaml is interpolated itself; give the two measured profiles",
+        ),
         (profile("slow", micro_batch_size=4), 2, "has times on fast, b.yaml on slow"),
         (profile(micro_batch_size=4, sequence_length=9), 2, "sequence length"),
     ],
