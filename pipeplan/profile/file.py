@@ -53,6 +53,7 @@ class _LayerEntry(Document):
     skewed_routing_ms: dict[str, _TimesEntry] | None = None
     measured_as: str | None = None
     fused_activation_bytes: int | None = Field(default=None, ge=0)
+    untrained_bytes: int | None = Field(default=None, ge=0)
 
 
 class _StatesEntry(Document):
@@ -174,6 +175,8 @@ def _notes(entry: _LayerEntry) -> dict[str, Any]:
         notes["measured_as"] = entry.measured_as
     if entry.fused_activation_bytes is not None:
         notes["fused_activation_bytes"] = entry.fused_activation_bytes
+    if entry.untrained_bytes is not None:
+        notes["untrained_bytes"] = entry.untrained_bytes
     return notes
 
 
@@ -256,6 +259,8 @@ def _layer_entry(layer: LayerProfile, notes: Mapping[str, Any]) -> dict[str, Any
         entry["measured_as"] = notes["measured_as"]
     if "fused_activation_bytes" in notes:
         entry["fused_activation_bytes"] = notes["fused_activation_bytes"]
+    if "untrained_bytes" in notes:
+        entry["untrained_bytes"] = notes["untrained_bytes"]
     return entry
 
 
@@ -270,6 +275,6 @@ def profile_digest(profile: Profile) -> str:
     for key in ("software", "states", "notes"):
         content.pop(key, None)
     for entry in content["layers"]:
-        for key in ("spread", "skewed_routing_ms", "measured_as", "fused_activation_bytes"):
+        for key in ("spread", "skewed_routing_ms", "measured_as", "fused_activation_bytes", "untrained_bytes"):
             entry.pop(key, None)
     return digest(content)

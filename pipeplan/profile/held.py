@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +55,12 @@ def _run_and_keep(run: Callable[[Any], Any], inputs: Any, *, keeps_inputs: bool)
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a pytree, in its order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def untrained_bytes(module: nn.Module) -> int:
+    """Return the bytes of weights that get no gradient, and of buffers: there all the time, and no optimizer's."""
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    return sum(tensor.untyped_storage().nbytes() for tensor in (*frozen, *module.buffers()))
 
 
 class PeakMeter:

@@ -29,6 +29,7 @@ class MeasuredLayer:
     """What measuring one layer gave; layers of the same key share it.
 
     Attributes:
+        untrained_bytes: Of weights that get no gradient, and buffers.
         output_tensors: Dtypes and shapes of what it hands on, as ``passes.describe`` writes them.
         time_by_op: F and B, and I and W where something could and may be deferred.
         recompute_ns_by_op: The same with recomputation in the backward.
@@ -37,6 +38,7 @@ class MeasuredLayer:
     """
 
     num_parameters: int
+    untrained_bytes: int
     output_bytes: int
     output_tensors: tuple[str, ...]
     activation_bytes: int
@@ -74,6 +76,8 @@ class MeasuredLayer:
         }
         if self.skewed_ns_by_op:
             notes["skewed_routing_ms"] = {device: {op: ms_from_ns(ns) for op, ns in self.skewed_ns_by_op.items()}}
+        if self.untrained_bytes:
+            notes["untrained_bytes"] = self.untrained_bytes
         return notes | {"measured_as": key}
 
 
@@ -111,6 +115,7 @@ def _measured_layer(
     skewed = notes.get("skewed_routing_ms", {}).get(device, {})
     return MeasuredLayer(
         num_parameters=layer.num_parameters,
+        untrained_bytes=notes.get("untrained_bytes", 0),
         output_bytes=layer.output_bytes,
         output_tensors=tuple(notes["output_tensors"]),
         activation_bytes=layer.activation_bytes,

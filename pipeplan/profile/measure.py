@@ -20,7 +20,7 @@ from pipeplan.host_memory import keep_freed_memory
 from pipeplan.model.splitting import splittable_layers
 from pipeplan.model.types import LayerSource, ModelLayers
 from pipeplan.profile.chain import Chain, Layer, Place, Workshop, detach
-from pipeplan.profile.held import activation_bytes, tensors_in
+from pipeplan.profile.held import activation_bytes, tensors_in, untrained_bytes
 from pipeplan.profile.kept import MeasuredLayer, OpTime, layer_key
 from pipeplan.profile.passes import (
     Pass,
@@ -248,6 +248,7 @@ def _measure_layer(
     module_parameters = list(built.parameters()) if isinstance(built, nn.Module) else []
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in module_parameters if parameter.requires_grad),
+        untrained_bytes=untrained_bytes(built) if isinstance(built, nn.Module) else 0,
         output_bytes=output_bytes,
         output_tensors=output_tensors,
         activation_bytes=activation_bytes(run, make_inputs, keeps_inputs=False),

@@ -97,6 +97,34 @@ def test_what_a_model_prints_stays_out_of_the_result(
     assert "in the layer" in outcome.err and "in the factory" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("device", "num_bytes"), [("cpu", 4 * (64 * 64 + 64) + 4000), ("h100-sxm", 2 * (64 * 64 + 1064))]
+)
+def test_weights_that_are_not_trained_are_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, num_bytes: int
+) -> None:
+    """A frozen layer and its buffer have no states, so no figure counts them; an update keeps what is known of them."""
+    (tmp_path / "frozen.py").write_text(
+        "from torch import nn, zeros\n"
+        "def factory():\n"
+        "    layer = nn.Linear(64, 64).requires_grad_(False)\n"
+        "    layer.register_buffer('table', zeros(1000))\n"
+        "    return [layer, nn.Linear(64, 4)], nn.functional.mse_loss, (zeros(2, 64), zeros(2, 4))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.yaml"
+    for update in ((), ("--update",)) if device == "cpu" else ((),):
+        outcome = run("profile", "frozen:factory", "--device", device, "-o", path, *SHAPE, *update)
+        assert outcome.status == 0, outcome.err
+        assert "warning: weights that aren't trained and buffers take" in outcome.err
+        assert "(linear.0 alone" in outcome.err
+        layers = read_profile(path).extra["layers"]
+        assert {name: notes.get("untrained_bytes") for name, notes in layers.items()} == {
+            "linear.0": num_bytes, "linear.1": None,
+        }  # fmt: skip
+    assert "weights that aren't trained" not in run("profile", "tiny-llama", "-o", path, *SHAPE).err
+
+
 def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle leaves the layers so far beside the output and says where; the next run uses them."""
     path = tmp_path / "profile.yaml"

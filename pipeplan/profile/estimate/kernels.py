@@ -65,6 +65,7 @@ class LayerCost:
             deferred.
         num_split_parameters: Parameters that tensor parallelism divides: those with two dimensions or more.
         num_expert_parameters: Those of them that belong to single experts.
+        untrained_bytes: Weights that get no gradient, and buffers.
         activation_bytes: Kept from F to B, as the measuring profiler counts; ``whole_activation_bytes`` of them in
             tensors as large as the layer's input.
         fused_activation_bytes: An estimate of what is kept where norms and activations are fused as well.
@@ -78,6 +79,7 @@ class LayerCost:
     num_parameters: int
     num_split_parameters: int
     num_expert_parameters: int
+    untrained_bytes: int
     output_bytes: int
     output_tensors: tuple[str, ...]
     activation_bytes: int

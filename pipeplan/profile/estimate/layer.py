@@ -22,7 +22,7 @@ from pipeplan.profile.estimate.fusion import FusedAway, fuse, held_bytes
 from pipeplan.profile.estimate.kernels import Category, Kernel, LayerCost
 from pipeplan.profile.estimate.opaque import FusedFunctions
 from pipeplan.profile.estimate.recorder import OpRecorder, Recording, storage_key
-from pipeplan.profile.held import activation_bytes, tensors_in
+from pipeplan.profile.held import activation_bytes, tensors_in, untrained_bytes
 from pipeplan.profile.passes import Pass, deferring, describe, gradient_of, measure_bytes
 
 _FP32_BYTES = 4
@@ -92,6 +92,7 @@ def run_on_fakes(
         num_expert_parameters=sum(
             parameter.numel() for parameter in parameters if storage_key(parameter) in kernels.expert_weights
         ),
+        untrained_bytes=untrained_bytes(module),
         output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(final)),
         output_tensors=tuple(describe(tensor) for tensor in tensors_in(final)),
         activation_bytes=sizes.activation_bytes,

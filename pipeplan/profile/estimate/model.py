@@ -123,6 +123,7 @@ def estimate_profile(
         notes[source.name] = {
             "output_tensors": list(cost.output_tensors),
             "fused_activation_bytes": cost.fused_activation_bytes,
+            **({"untrained_bytes": cost.untrained_bytes} if cost.untrained_bytes else {}),
         }
     return Profile(
         model=model.name,
