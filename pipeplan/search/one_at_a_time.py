@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from pipeplan.cluster import Cluster
 from pipeplan.plan.layout import Partition, Placement
-from pipeplan.plan.ops import Op, OpKind, Order
+from pipeplan.plan.ops import OpKind
 from pipeplan.profile.types import Profile
 from pipeplan.search.partition import atom_bounds, split_by_time
 from pipeplan.search.problem import Candidate, Constraints, Problem
-from pipeplan.simulate import encode_order
+from pipeplan.simulate import EncodedOrder
 
 IntArray = NDArray[np.int64]
 Layout = tuple[Partition, Placement]
@@ -31,17 +31,19 @@ MOST_LAYOUTS = 2000
 
 def one_at_a_time(problem: Problem, partition: Partition, placement: Placement) -> Candidate:
     """Return the candidate that runs one micro-batch at a time."""
-    order = []
+    ranks = np.array(placement.rank_by_stage)
+    rounds = []
     for rank in range(problem.num_ranks):
-        stages = placement.stages(rank)
-        order.append(
-            tuple(
-                Op(stage, kind, micro_batch)
-                for micro_batch in range(problem.num_micro_batches)
-                for kind, each in ((OpKind.F, stages), (OpKind.B, stages[::-1]))
-                for stage in each
-            )
-        )
+        stages = np.flatnonzero(ranks == rank)
+        kinds = np.repeat([int(OpKind.F), int(OpKind.B)], len(stages))
+        rounds.append((np.concatenate((stages, stages[::-1])), kinds))
+    count = problem.num_micro_batches
+    order = EncodedOrder(
+        np.concatenate([np.tile(stages, count) for stages, _ in rounds]).astype(np.int64),
+        np.concatenate([np.tile(kinds, count) for _, kinds in rounds]).astype(np.int64),
+        np.concatenate([np.repeat(np.arange(count), len(stages)) for stages, _ in rounds]).astype(np.int64),
+        np.cumsum([0, *(count * len(stages) for stages, _ in rounds)]).astype(np.int64),
+    )
     table = problem.table
     saved = table.activation_sums - table.recomputed_activation_sums
     recomputed = tuple(
@@ -49,9 +51,7 @@ def one_at_a_time(problem: Problem, partition: Partition, placement: Placement) 
         for stage, (first, last) in enumerate(itertools.pairwise(partition.bounds))
         if saved[last] > saved[first] and all(table.is_recomputable(layer) for layer in range(first, last))
     )
-    return Candidate(
-        partition=partition, placement=placement, order=encode_order(Order(tuple(order))), recomputed_stages=recomputed
-    )
+    return Candidate(partition=partition, placement=placement, order=order, recomputed_stages=recomputed)
 
 
 def least_memory_bytes(problem: Problem, partition: Partition, placement: Placement) -> IntArray:
