@@ -142,3 +142,19 @@ def test_trace_survives_its_file(folder: Path, tmp_path: Path) -> None:
         trace = trace_of(folder, name)
         write_trace(trace, tmp_path / name)
         assert read_trace(tmp_path / name) == trace
+
+
+def test_every_replica_traces_its_own_pipeline(tmp_path: Path) -> None:
+    """With two replicas on skewed clocks, the ranks of each get the trace of their own, on one clock, and no other."""
+    plan = write_folder(tmp_path / "plan", "hybrid", folded_placement(2, 2), zb_v(2, 4), num_replicas=2)
+    case = {"kind": "trace", "name": "replicas", "model": "hybrid", "folder": str(plan), "num_micro_batches": 4}
+    launching.launch(4, [case | {"clock_skew_s": SKEW_S}], tmp_path)
+    traces = [result["trace"] for result in result_of(tmp_path, "replicas", 4)]
+    of_replica = [[traces[rank] for rank in range(4) if rank % 2 == replica] for replica in range(2)]
+    program = read_program(plan / "program.yaml")
+    for first, second in of_replica:
+        assert first == second
+        executed = tuple(tuple(step.instruction for step in rank.steps) for rank in first.ranks)
+        assert executed == program.instructions_by_rank
+        assert first.finish_ns < SKEW_S * 1e9
+    assert of_replica[0][0] != of_replica[1][0]
