@@ -383,6 +383,8 @@ def test_shares_of_tensor_and_expert_parallel_ranks() -> None:
     by_expert = share_of(cost, ParallelSizes(expert=4), "x")
     assert cost.num_parameters - by_expert.num_parameters == 3 * 4 * WIDTH * FFN * 3 // 4
     assert by_expert.forward == cost.forward
+    with pytest.raises(ProfileError, match="its 4 experts can't be divided evenly by 3"):  # their weights can
+        share_of(cost, ParallelSizes(expert=3), "x")
     shared = estimated(sizes=ParallelSizes(tensor=2, expert=2))
     assert shared.model_source is None
     assert any("tensor parallelism of 2" in note for note in shared.extra["notes"])

@@ -64,7 +64,7 @@ class LayerCost:
         input_gradient: I, and ``weight_gradient`` W, as the runtime splits B; W is empty where nothing can or may be
             deferred.
         num_split_parameters: Parameters that tensor parallelism divides: those with two dimensions or more.
-        num_expert_parameters: Those of them that belong to single experts.
+        num_expert_parameters: Those of them that belong to single experts, of which there are ``num_experts``.
         untrained_bytes: Weights that get no gradient, and buffers.
         activation_bytes: Kept from F to B, as the measuring profiler counts; ``whole_activation_bytes`` of them in
             tensors as large as the layer's input.
@@ -79,6 +79,7 @@ class LayerCost:
     num_parameters: int
     num_split_parameters: int
     num_expert_parameters: int
+    num_experts: int
     untrained_bytes: int
     output_bytes: int
     output_tensors: tuple[str, ...]

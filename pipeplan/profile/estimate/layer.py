@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,14 +85,14 @@ def run_on_fakes(
         sizes = work.sizes()
     kernels = work.kernels(functions)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    expert_weights = [parameter for parameter in parameters if storage_key(parameter) in kernels.expert_weights]
     final = outputs if finish is None else finish(outputs).detach()
     cost = LayerCost(
         **kernels.by_direction,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_split_parameters=sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
-        num_expert_parameters=sum(
-            parameter.numel() for parameter in parameters if storage_key(parameter) in kernels.expert_weights
-        ),
+        num_expert_parameters=sum(parameter.numel() for parameter in expert_weights),
+        num_experts=math.gcd(*(parameter.shape[0] for parameter in expert_weights)),
         untrained_bytes=untrained_bytes(module),
         output_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(final)),
         output_tensors=tuple(describe(tensor) for tensor in tensors_in(final)),

@@ -44,6 +44,7 @@ def share_of(cost: LayerCost, sizes: ParallelSizes, name: str) -> LayerCost:
     plain = cost.num_split_parameters - cost.num_expert_parameters
     for what, number, divisor in (
         ("weights", plain, sizes.tensor),
+        ("experts", cost.num_experts, sizes.expert),
         ("expert weights", cost.num_expert_parameters, sizes.tensor * sizes.expert),
     ):
         if number % divisor:
@@ -69,6 +70,7 @@ def share_of(cost: LayerCost, sizes: ParallelSizes, name: str) -> LayerCost:
         num_parameters=kept + experts,
         num_split_parameters=plain // sizes.tensor + experts,
         num_expert_parameters=experts,
+        num_experts=cost.num_experts // sizes.expert,
         activation_bytes=split(cost.activation_bytes),
         fused_activation_bytes=split(cost.fused_activation_bytes),
         held_for_w_bytes=split(cost.held_for_w_bytes),
