@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,17 @@ class Cluster:
         return None if cap is None else cap - self.memory_reserve_bytes
 
 
+def memory_bytes_of(memory_gb: float) -> int:
+    """Return a memory cap in bytes.
+
+    Raises:
+        ClusterError: It is not positive, or no number.
+    """
+    if not 0 < memory_gb < math.inf:
+        raise ClusterError(f"memory per rank must be positive, got {memory_gb} GB; without a cap, leave it out")
+    return bytes_from_gb(memory_gb)
+
+
 def equal_ranks(
     num_ranks: int,
     device: str,
@@ -116,15 +128,13 @@ def equal_ranks(
         raise ClusterError(f"a pipeline needs at least 1 rank, got {num_ranks}")
     if num_replicas < 1:
         raise ClusterError(f"data parallelism needs at least 1 replica, got {num_replicas}")
-    if memory_gb is not None and not memory_gb > 0:
-        raise ClusterError(f"memory per rank must be positive, got {memory_gb} GB")
+    memory_bytes = None if memory_gb is None else memory_bytes_of(memory_gb)
     if link_gb_per_s is None and link_latency_us:
         raise ClusterError("a link latency needs a bandwidth as well: add --link-gb-per-s")
-    if link_gb_per_s is not None and not link_gb_per_s > 0:
+    if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
         raise ClusterError(f"link bandwidth must be positive, got {link_gb_per_s} GB/s")
-    if link_latency_us is not None and link_latency_us < 0:
+    if link_latency_us is not None and not 0 <= link_latency_us < math.inf:
         raise ClusterError(f"link latency must not be negative, got {link_latency_us} us")
-    memory_bytes = None if memory_gb is None else bytes_from_gb(memory_gb)
     link = None if link_gb_per_s is None else Link(ns_from_us(link_latency_us or 0.0), link_gb_per_s)
     return Cluster(
         ranks=(Rank(device, memory_bytes),) * num_ranks,

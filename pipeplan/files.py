@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +16,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeplan.errors import FileFormatError, nearest
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# 1e-6 and 2e8 are numbers, as in YAML 1.2; PyYAML follows 1.1 and wants 1.0e-6. Not longer than numbers that people
+# write, since digests may look like that.
+_EXPONENT = re.compile(r"^[-+]?[0-9]{1,9}(\.[0-9]{0,9})?[eE][-+]?[0-9]{1,3}$")
+_FLOAT = "tag:yaml.org,2002:float"
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads plain data, with the numbers of YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
 
 
 class Document(BaseModel):
-    """Base of the schema of every file: unknown keys are errors, numbers are not parsed from strings."""
+    """Base of the schema of every file: unknown keys are errors, numbers are finite and not parsed from strings."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 SchemaT = TypeVar("SchemaT", bound=Document)
@@ -187,6 +198,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))  # so that such texts are quoted
 _Dumper.add_representer(
     Flow, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
 )

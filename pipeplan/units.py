@@ -36,3 +36,13 @@ def bytes_from_gb(value: float) -> int:
 def gb_from_bytes(value: float) -> float:
     """Return decimal gigabytes."""
     return value / BYTES_PER_GB
+
+
+def format_gb(value_bytes: int) -> str:
+    """Return gigabytes, below one megabytes, and below a tenth of one kilobytes."""
+    value = gb_from_bytes(value_bytes)
+    if value_bytes == 0:
+        return "0"
+    if value >= 1:
+        return f"{value:,.2f} GB"
+    return f"{value * 1e3:.1f} MB" if value >= 1e-4 else f"{value * 1e6:.3g} kB"

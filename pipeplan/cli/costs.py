@@ -40,7 +40,8 @@ def silence_transformers() -> None:
 
 def _table(profile: Profile, device: str) -> Table:
     """Return one row for each run of layers that cost the same, in model order of the first."""
-    from pipeplan.emit.tables import Table, format_gb, format_ms
+    from pipeplan.emit.tables import Table, format_ms
+    from pipeplan.units import format_gb
 
     names_by_row: dict[tuple[str, ...], list[str]] = {}
     for layer in profile.layers:
@@ -104,7 +105,7 @@ def _warn_of_spread(profile: Profile) -> None:
 def _warn_of_untrained(profile: Profile) -> None:
     """Say what memory the states of trained parameters leave out, where it matters."""
     from pipeplan.cli.console import print_message
-    from pipeplan.emit.tables import format_gb
+    from pipeplan.units import format_gb
 
     notes = profile.extra.get("layers", {})
     bytes_by_layer = {layer.name: notes.get(layer.name, {}).get("untrained_bytes", 0) for layer in profile.layers}

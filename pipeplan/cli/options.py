@@ -50,12 +50,10 @@ def with_memory_cap(cluster: Cluster, memory_gb: float) -> Cluster:
     Raises:
         ClusterError: The cap is not positive.
     """
-    from pipeplan.errors import ClusterError
-    from pipeplan.units import bytes_from_gb
+    from pipeplan.cluster import memory_bytes_of
 
-    if not memory_gb > 0:
-        raise ClusterError(f"memory per rank must be positive, got {memory_gb} GB")
-    ranks = tuple(replace(rank, memory_bytes=bytes_from_gb(memory_gb)) for rank in cluster.ranks)
+    memory_bytes = memory_bytes_of(memory_gb)
+    ranks = tuple(replace(rank, memory_bytes=memory_bytes) for rank in cluster.ranks)
     return replace(cluster, ranks=ranks)
 
 
@@ -103,5 +101,5 @@ def chosen_cluster(
         memory_gb=memory_gb,
         link_latency_us=link_latency_us,
         link_gb_per_s=link_gb_per_s,
-        num_replicas=data_parallel or 1,
+        num_replicas=1 if data_parallel is None else data_parallel,
     )

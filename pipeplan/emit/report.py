@@ -10,11 +10,12 @@ from pipeplan import __version__
 from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import Comparison
 from pipeplan.emit.figure import timeline_svg
-from pipeplan.emit.tables import bubble_table, comparison_table, format_gb, format_ms, memory_table
+from pipeplan.emit.tables import bubble_table, comparison_table, format_ms, memory_table
 from pipeplan.emit.templates import render
 from pipeplan.plan.types import Plan
 from pipeplan.profile.types import Profile
 from pipeplan.simulate import MemoryPeak, Timeline
+from pipeplan.units import format_gb
 
 _MEMORY_PARTS = (  # name, field, colour: Okabe and Ito's palette again
     ("states", "states", "#0072B2"),

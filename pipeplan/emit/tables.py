@@ -8,7 +8,7 @@ from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import ComparedPlan, Comparison
 from pipeplan.plan.types import Plan, Prediction
 from pipeplan.simulate import NoisyMakespans, Timeline
-from pipeplan.units import gb_from_bytes, ms_from_ns
+from pipeplan.units import format_gb, ms_from_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +31,6 @@ def format_ms(value_ns: float) -> str:
     """Return milliseconds with four significant digits or one decimal, whichever is finer."""
     value = ms_from_ns(value_ns)
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}" if value < 0.1 else f"{value:.2f}"
-
-
-def format_gb(value_bytes: int) -> str:
-    """Return gigabytes, below one megabytes, and below a tenth of one kilobytes."""
-    value = gb_from_bytes(value_bytes)
-    if value_bytes == 0:
-        return "0"
-    if value >= 1:
-        return f"{value:,.2f} GB"
-    return f"{value * 1e3:.1f} MB" if value >= 1e-4 else f"{value * 1e6:.3g} kB"
 
 
 def comparison_table(comparison: Comparison) -> Table:

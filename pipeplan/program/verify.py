@@ -38,7 +38,7 @@ from pipeplan.simulate.clock import run_clock
 from pipeplan.simulate.costs import CostTable
 from pipeplan.simulate.encoding import encode_order
 from pipeplan.simulate.memory import peak_bytes_by_rank
-from pipeplan.units import gb_from_bytes
+from pipeplan.units import format_gb
 
 _TOKEN = object()
 _ENDING = " ".join(str(step) for step in TAIL)
@@ -289,8 +289,8 @@ def find_memory_faults(peak_bytes_by_rank: Sequence[int], cluster: Cluster) -> l
         usable = cluster.usable_bytes(rank)
         if usable is not None and peak > usable:
             reason = (
-                f"it needs {gb_from_bytes(peak):.3f} GB at its peak and has {gb_from_bytes(usable):.3f} GB: "
-                f"{gb_from_bytes(peak - usable):.3f} GB too much; move layers to another rank, keep fewer "
+                f"it needs {format_gb(peak)} at its peak and has {format_gb(usable)}: "
+                f"{format_gb(peak - usable)} too much; move layers to another rank, keep fewer "
                 "micro-batches in flight, or recompute a stage"
             )
             over.append((usable - peak, Finding(kind=FindingKind.OUT_OF_MEMORY, rank=rank, reason=reason)))

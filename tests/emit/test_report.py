@@ -13,10 +13,11 @@ from pipeplan.cluster import Cluster
 from pipeplan.emit.comparison import ComparedPlan, Comparison, compare_with_baselines
 from pipeplan.emit.figure import COLOUR_BY_KIND, draw_timelines, shade, timeline_svg
 from pipeplan.emit.report import render_report
-from pipeplan.emit.tables import bubble_table, comparison_table, format_gb, format_ms, memory_table
+from pipeplan.emit.tables import bubble_table, comparison_table, format_ms, memory_table
 from pipeplan.plan.types import Plan
 from pipeplan.profile.types import Profile
 from pipeplan.simulate import Timeline, simulate
+from pipeplan.units import format_gb
 
 
 @pytest.fixture

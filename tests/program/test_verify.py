@@ -247,7 +247,7 @@ def test_memory_over_the_cap_names_the_rank_and_the_excess() -> None:
         verify_plan(V_PLAN, V_PROFILE, tight)
     finding = caught.value.findings[0]
     assert finding.kind is FindingKind.OUT_OF_MEMORY
-    assert "GB at its peak and has 0.400 GB:" in finding.reason
+    assert "MB at its peak and has 400.0 MB:" in finding.reason
     assert str(caught.value).splitlines() == [str(finding) for finding in caught.value.findings]
     assert "move layers" in finding.reason
 
