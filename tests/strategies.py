@@ -60,6 +60,7 @@ def layer_profiles(
         activation_bytes=activation_bytes,
         held_for_w_bytes=draw(_bytes),
         workspace_bytes=draw(_bytes),
+        untrained_bytes=draw(st.just(0) | _bytes),
         is_splittable=splittable,
         times_by_device={device: draw(layer_times(splittable=splittable)) for device in devices},
         recomputation=recomputation,

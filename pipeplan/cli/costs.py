@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from pipeplan.profile import Profile
 
 _NUM_NAMED = 3  # of the uncertain times
-_UNTRAINED_SHARE = 0.01  # of the states, below which the reserve covers it
 
 
 def report_profile(profile: Profile, output: Path, *, json: bool, quiet: bool) -> None:
@@ -26,7 +25,6 @@ def report_profile(profile: Profile, output: Path, *, json: bool, quiet: bool) -
         print_result(*(rich_table(_table(profile, name)) for name in profile.devices))
     if not quiet:
         _warn_of_spread(profile)
-        _warn_of_untrained(profile)
         print_message(f"wrote {output}")
 
 
@@ -99,22 +97,4 @@ def _warn_of_spread(profile: Profile) -> None:
         print_message(
             f"warning: {share:.0%} of the time was measured with a wide spread ({named}{more}); "
             "is the machine busy? measure again, or give --time-limit more seconds"
-        )
-
-
-def _warn_of_untrained(profile: Profile) -> None:
-    """Say what memory the states of trained parameters leave out, where it matters."""
-    from pipeplan.cli.console import print_message
-    from pipeplan.units import format_gb
-
-    notes = profile.extra.get("layers", {})
-    bytes_by_layer = {layer.name: notes.get(layer.name, {}).get("untrained_bytes", 0) for layer in profile.layers}
-    total = sum(bytes_by_layer.values())
-    states = profile.state_bytes_per_parameter * sum(layer.num_parameters for layer in profile.layers)
-    if total > _UNTRAINED_SHARE * states:
-        largest = max(bytes_by_layer, key=lambda name: bytes_by_layer[name])
-        print_message(
-            f"warning: weights that aren't trained and buffers take {format_gb(total)} ({largest} alone "
-            f"{format_gb(bytes_by_layer[largest])}), which no memory figure of a plan counts; give optimize that much "
-            "less --memory-gb"
         )

@@ -53,7 +53,7 @@ class _LayerEntry(Document):
     skewed_routing_ms: dict[str, _TimesEntry] | None = None
     measured_as: str | None = None
     fused_activation_bytes: int | None = Field(default=None, ge=0)
-    untrained_bytes: int | None = Field(default=None, ge=0)
+    untrained_bytes: int = Field(default=0, ge=0)
 
 
 class _StatesEntry(Document):
@@ -122,6 +122,7 @@ def profile_from_document(content: Mapping[str, Any], path: Path | str) -> Profi
                 activation_bytes=entry.activation_bytes,
                 held_for_w_bytes=entry.held_for_w_bytes,
                 workspace_bytes=entry.workspace_bytes,
+                untrained_bytes=entry.untrained_bytes,
                 is_splittable=entry.splittable and can_split,
                 tied=entry.tied,
                 keep_with_previous=entry.keep_with_previous,
@@ -175,8 +176,6 @@ def _notes(entry: _LayerEntry) -> dict[str, Any]:
         notes["measured_as"] = entry.measured_as
     if entry.fused_activation_bytes is not None:
         notes["fused_activation_bytes"] = entry.fused_activation_bytes
-    if entry.untrained_bytes is not None:
-        notes["untrained_bytes"] = entry.untrained_bytes
     return notes
 
 
@@ -235,6 +234,8 @@ def _layer_entry(layer: LayerProfile, notes: Mapping[str, Any]) -> dict[str, Any
     }
     if layer.workspace_bytes:
         entry["workspace_bytes"] = layer.workspace_bytes
+    if layer.untrained_bytes:
+        entry["untrained_bytes"] = layer.untrained_bytes
     if not layer.is_splittable:
         entry["splittable"] = False
     if layer.tied is not None:
@@ -259,8 +260,6 @@ def _layer_entry(layer: LayerProfile, notes: Mapping[str, Any]) -> dict[str, Any
         entry["measured_as"] = notes["measured_as"]
     if "fused_activation_bytes" in notes:
         entry["fused_activation_bytes"] = notes["fused_activation_bytes"]
-    if "untrained_bytes" in notes:
-        entry["untrained_bytes"] = notes["untrained_bytes"]
     return entry
 
 
@@ -275,6 +274,6 @@ def profile_digest(profile: Profile) -> str:
     for key in ("software", "states", "notes"):
         content.pop(key, None)
     for entry in content["layers"]:
-        for key in ("spread", "skewed_routing_ms", "measured_as", "fused_activation_bytes", "untrained_bytes"):
+        for key in ("spread", "skewed_routing_ms", "measured_as", "fused_activation_bytes"):
             entry.pop(key, None)
     return digest(content)

@@ -76,8 +76,6 @@ class MeasuredLayer:
         }
         if self.skewed_ns_by_op:
             notes["skewed_routing_ms"] = {device: {op: ms_from_ns(ns) for op, ns in self.skewed_ns_by_op.items()}}
-        if self.untrained_bytes:
-            notes["untrained_bytes"] = self.untrained_bytes
         return notes | {"measured_as": key}
 
 
@@ -115,7 +113,7 @@ def _measured_layer(
     skewed = notes.get("skewed_routing_ms", {}).get(device, {})
     return MeasuredLayer(
         num_parameters=layer.num_parameters,
-        untrained_bytes=notes.get("untrained_bytes", 0),
+        untrained_bytes=layer.untrained_bytes,
         output_bytes=layer.output_bytes,
         output_tensors=tuple(notes["output_tensors"]),
         activation_bytes=layer.activation_bytes,

@@ -303,6 +303,7 @@ def _layer_profile(source: LayerSource, measured: MeasuredLayer, device: str) ->
         activation_bytes=measured.activation_bytes,
         held_for_w_bytes=measured.held_for_w_bytes,
         workspace_bytes=measured.workspace_bytes,
+        untrained_bytes=measured.untrained_bytes,
         is_splittable=measured.is_splittable,
         tied=source.tied,
         keep_with_previous=source.keep_with_previous,

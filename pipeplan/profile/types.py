@@ -45,6 +45,7 @@ class LayerProfile:
         activation_bytes: Kept from F until B or I.
         held_for_w_bytes: Everything kept from I until W when W is split off.
         workspace_bytes: Peak extra while one op of the layer runs.
+        untrained_bytes: Weights that get no gradient, and buffers; a shared one counts in each layer that holds it.
         is_splittable: Whether W may be deferred, in training as in the plan; needs I and W times on every device type
             used.
         tied: Key of a weight shared with the other layers of the same key.
@@ -59,6 +60,7 @@ class LayerProfile:
     held_for_w_bytes: int
     times_by_device: Mapping[str, LayerTimes]
     workspace_bytes: int = 0
+    untrained_bytes: int = 0
     is_splittable: bool = True
     tied: str | None = None
     keep_with_previous: bool = False

@@ -35,6 +35,7 @@ class Instance(NamedTuple):
         activation_sums: [2, num_atoms + 1], without and with recomputation.
         held_sums: [num_atoms + 1].
         parameter_sums: [num_atoms + 1].
+        untrained_sums: [num_atoms + 1], bytes of frozen weights and buffers.
         workspace_bytes: [2, num_atoms], the largest of the atom's layers, without and with recomputation.
         output_bytes: [num_atoms], what the atom's last layer hands on.
         latency_ns, gb_per_s: [num_ranks, num_ranks], infinite bandwidth where transfers are free.
@@ -55,6 +56,7 @@ class Instance(NamedTuple):
     activation_sums: IntArray
     held_sums: IntArray
     parameter_sums: IntArray
+    untrained_sums: IntArray
     workspace_bytes: IntArray
     output_bytes: IntArray
     latency_ns: IntArray
@@ -124,6 +126,7 @@ def build_instance(problem: Problem) -> Instance:
         ),
         held_sums=table.held_sums[bounds].copy(),
         parameter_sums=table.parameters[bounds].copy(),
+        untrained_sums=table.untrained_sums[bounds].copy(),
         workspace_bytes=np.maximum.reduceat(
             np.array(
                 [
@@ -200,6 +203,7 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
     num_ranks = instance.usable_bytes.shape[0]
     workspace = np.zeros(num_ranks, dtype=np.int64)
     parameters = np.zeros(num_ranks, dtype=np.int64)
+    untrained = np.zeros(num_ranks, dtype=np.int64)
     first = 0
     for stage in range(num_stages):
         last = first + num_atoms_by_stage[stage]
@@ -221,6 +225,7 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
         costs.rank_by_stage[stage] = rank
         workspace[rank] = max(workspace[rank], largest)
         parameters[rank] += instance.parameter_sums[last] - instance.parameter_sums[first]
+        untrained[rank] += instance.untrained_sums[last] - instance.untrained_sums[first]
         first = last
     for stage in range(num_stages):
         costs.forward_transfer_ns[stage] = 0
@@ -237,7 +242,8 @@ def fill_costs(instance, num_atoms_by_stage, rank_by_stage, is_recomputed, margi
             )
     sits_right = _share_weights(instance, num_atoms_by_stage, rank_by_stage, parameters, costs.tail_ns)
     for rank in range(num_ranks):
-        costs.state_bytes[rank] = np.int64(np.rint(parameters[rank] * instance.state_bytes_per_parameter))
+        states = np.int64(np.rint(parameters[rank] * instance.state_bytes_per_parameter))
+        costs.state_bytes[rank] = states + untrained[rank]
         costs.capacity_bytes[rank] = (
             instance.usable_bytes[rank] - costs.state_bytes[rank] - workspace[rank] - margin_bytes[rank]
         )

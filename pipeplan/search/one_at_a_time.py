@@ -128,7 +128,7 @@ def layouts_of_placements(problem: Problem, placements: Sequence[tuple[int, ...]
 def memory_by_layer(profile: Profile) -> list[int]:
     """Return the states and the activations of one micro-batch of each layer, in bytes."""
     return [
-        round(layer.num_parameters * profile.state_bytes_per_parameter) + layer.activation_bytes
+        round(layer.num_parameters * profile.state_bytes_per_parameter) + layer.untrained_bytes + layer.activation_bytes
         for layer in profile.layers
     ]
 

@@ -93,6 +93,7 @@ class CostTable:
         self._held = _prefix_1d([layer.held_for_w_bytes if layer.is_splittable else 0 for layer in layers])
         self._splittable = _prefix_1d([int(layer.is_splittable) for layer in layers])
         self.parameters = _prefix_1d([layer.num_parameters for layer in layers])
+        self.untrained_sums = _prefix_1d([layer.untrained_bytes for layer in layers])
         self._workspace = [layer.workspace_bytes for layer in layers]
         self._recomputed_workspace = [
             layer.workspace_bytes
@@ -229,6 +230,7 @@ class CostTable:
     def _state_bytes(self, bounds: IntArray, ranks: Sequence[int]) -> IntArray:
         per_parameter = self.profile.state_bytes_per_parameter
         states: NDArray[np.int64] = np.rint(self.parameters_by_rank(bounds, ranks) * per_parameter).astype(np.int64)
+        np.add.at(states, np.asarray(ranks), np.diff(self.untrained_sums[bounds]))
         return states
 
     def _check_recomputable(self, stage: int, first: int, last: int, device: str) -> None:

@@ -69,6 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Profile, Cluster]:
             activation_bytes=draw(number),
             held_for_w_bytes=draw(number),
             workspace_bytes=draw(number),
+            untrained_bytes=draw(number),
         )
         for index in range(num_stages)
     ]
@@ -245,7 +246,8 @@ def test_memory_equals_replay(case: tuple[Plan, Profile, Cluster]) -> None:
             if op.kind is OpKind.W:
                 alive -= profile_layer.held_for_w_bytes
         got = timeline.memory_by_rank[rank]
-        assert got.states == sum(3 * 16 for stage in plan.placement.stages(rank))
+        frozen = sum(profile.layers[stage].untrained_bytes for stage in plan.placement.stages(rank))
+        assert got.states == frozen + sum(3 * 16 for stage in plan.placement.stages(rank))
         # Buffers may also peak while the rank is idle, which this replay does not look at.
         assert got.total - got.states >= peak
         if not profile.count_boundary_buffers:

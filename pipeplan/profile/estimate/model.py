@@ -123,7 +123,6 @@ def estimate_profile(
         notes[source.name] = {
             "output_tensors": list(cost.output_tensors),
             "fused_activation_bytes": cost.fused_activation_bytes,
-            **({"untrained_bytes": cost.untrained_bytes} if cost.untrained_bytes else {}),
         }
     return Profile(
         model=model.name,
@@ -175,6 +174,7 @@ def _layer_profile(
         activation_bytes=cost.activation_bytes,
         held_for_w_bytes=cost.held_for_w_bytes,
         workspace_bytes=cost.workspace_bytes,
+        untrained_bytes=cost.untrained_bytes,
         is_splittable=cost.is_splittable,
         tied=source.tied,
         keep_with_previous=source.keep_with_previous,
