@@ -425,23 +425,19 @@ def print_overheads(run: Run, cases: Sequence[Case]) -> None:
 
 
 def print_real(run: Run, cases: Sequence[Case], calibration: Case, cluster: Cluster) -> None:
-    """Print predicted against measured step times with real compute, calibrated on one plan and on two."""
+    """Print predicted against measured step times with real compute, calibrated on a plan of two equal stages."""
     table = Table(
-        "plan", "measured ms", "predicted ms", "error", "with a second plan's traces", "error",
-        title=f"Step time, {run.num_ranks} ranks, real compute",
-    )  # fmt: skip
-    second = next(case for case in cases if case.label == "ZB-V")  # whose stages are half as long
-    one = calibrate(calibration.traces, calibration.profile, cluster)
-    two = calibrate([*calibration.traces, *second.traces], calibration.profile, cluster)
+        "plan", "measured ms", "predicted ms", "error", title=f"Step time, {run.num_ranks} ranks, real compute"
+    )
+    costs = calibrate(calibration.traces, calibration.profile, cluster)
     for case in cases:
-        cells = [case.label, f"{case.step_ms:.1f}"]
-        for costs in (one,) if case is second else (one, two):
-            predicted_ms = simulate(case.plan, costs.profile, costs.cluster).makespan_ns / 1e6
-            cells += [f"{predicted_ms:.1f}", f"{predicted_ms / case.step_ms - 1.0:+.2%}"]
-        table.add_row(*cells)
+        predicted_ms = simulate(case.plan, costs.profile, costs.cluster).makespan_ns / 1e6
+        table.add_row(
+            case.label, f"{case.step_ms:.1f}", f"{predicted_ms:.1f}", f"{predicted_ms / case.step_ms - 1.0:+.2%}"
+        )
     console.print(table)
-    for note in one.notes:
-        console.print(f"on one plan: {note}")
+    for note in costs.notes:
+        console.print(note)
 
 
 # The parts.
