@@ -30,6 +30,10 @@ FloatArray = NDArray[np.float64]
 # How far a profile may be off as a whole, before the rest counts as overhead of the host.
 _SCALE_SPREAD_BY_SOURCE = {"measured": 0.01, "estimated": 0.3}
 _OVERHEAD_SPREAD_NS = 1_000_000.0
+# The same for what the traces say the layers took: layers run slower or quicker beside others than alone, by kind of
+# op, and getting into them and out again (autograd's engine, for one) takes about a tenth of a millisecond.
+_LAYER_SCALE_SPREAD = 0.3
+_LAYER_OVERHEAD_NS = 100_000.0
 _NOISE_SHARE = 0.005  # of an op's time, below which differences are taken for noise
 _NOISE_NS = 10_000.0
 _ALIKE = 1.5  # ratio of the longest op of a kind to the shortest, up to which slower layers look like an overhead
@@ -59,11 +63,11 @@ class Calibration:
 def calibrate(traces: Sequence[Trace], profile: Profile, cluster: Cluster) -> Calibration:
     """Return the costs under which the simulator reproduces ``traces``.
 
-    Ops first: what they take besides their layers is overhead, one for each kind. Where the traces don't tell, a common
-    factor on the profile and one overhead for each kind explain the medians as far as they can, robustly. The rest
-    corrects the layers' times so that the stages' sums match. Then messages: host overheads of
-    sends and waits, and the latency of links from messages that were waited for. What is left at the end of a batch is
-    the overhead of the step.
+    Ops first: a factor on the profile and one overhead for each kind of op explain the medians as far as they can,
+    robustly. Where the traces tell what ops take besides their layers, that is overhead, and the factor is each kind's
+    own; elsewhere it is common to all kinds. The rest corrects the layers' times so that the stages' sums match. Then
+    messages: host overheads of sends and waits, and the latency of links from messages that were waited for. What is
+    left at the end of a batch is the overhead of the step.
 
     Args:
         traces: At least one; they may be of different plans of the same profile and cluster.
@@ -171,9 +175,22 @@ def _op_overheads(
     observations: Sequence[OpObservation], profile: Profile, cluster: Cluster
 ) -> tuple[dict[OpKind, float], list[OpKind]]:
     """Return the overhead of each kind in ns, and the kinds that no observation tells anything about."""
-    found = _besides_layers(observations)
-    if found is None:
-        found = _fitted_overheads(observations, profile, cluster)
+    besides_ns = _besides_layers(observations)
+    if besides_ns is None:
+        spread = _SCALE_SPREAD_BY_SOURCE.get(profile.source, _SCALE_SPREAD_BY_SOURCE["estimated"])
+        found = _fitted_overheads(observations, profile, cluster, spread, 0.0, _OVERHEAD_SPREAD_NS)
+    else:
+        found = {}
+        for kind, outside_ns in besides_ns.items():
+            layers = [
+                replace(one, duration_ns=one.layers_ns)
+                for one in observations
+                if one.kind is kind and one.layers_ns is not None
+            ]
+            within = _fitted_overheads(
+                layers, profile, cluster, _LAYER_SCALE_SPREAD, _LAYER_OVERHEAD_NS, _LAYER_OVERHEAD_NS
+            )
+            found[kind] = outside_ns + within[kind]
     missing = [kind for kind in OpKind if kind not in found]
     return found | {kind: _nearest_overhead(kind, found, cluster) for kind in missing}, missing
 
@@ -188,12 +205,19 @@ def _besides_layers(observations: Sequence[OpObservation]) -> dict[OpKind, float
     return {kind: median(values) for kind, values in besides.items()}
 
 
-def _fitted_overheads(observations: Sequence[OpObservation], profile: Profile, cluster: Cluster) -> dict[OpKind, float]:
+def _fitted_overheads(
+    observations: Sequence[OpObservation],
+    profile: Profile,
+    cluster: Cluster,
+    scale_spread: float,
+    usual_overhead_ns: float,
+    overhead_spread_ns: float,
+) -> dict[OpKind, float]:
     """Return the overhead of each observed kind in ns.
 
     Minimises, over a factor for each device type and an overhead for each kind, the differences between measured and
     predicted medians in units of their noise; large ones count less (soft L1). Where the data can't tell a factor from
-    an overhead, how far profiles tend to be off decides.
+    an overhead, how far factors usually are from 1, and overheads from what they usually are, decides.
     """
     devices = sorted({cluster.ranks[observed.rank].device for observed in observations})
     kinds = sorted({observed.kind for observed in observations})
@@ -207,21 +231,20 @@ def _fitted_overheads(observations: Sequence[OpObservation], profile: Profile, c
             for observed in observations
         ]
     )
-    scale_spread = _SCALE_SPREAD_BY_SOURCE.get(profile.source, _SCALE_SPREAD_BY_SOURCE["estimated"])
 
     def differences(unknowns: FloatArray) -> FloatArray:
-        scales, overheads = unknowns[: len(devices)], unknowns[len(devices) :] * _OVERHEAD_SPREAD_NS
+        scales, overheads = unknowns[: len(devices)], unknowns[len(devices) :] * overhead_spread_ns
         return np.concatenate(
             [
                 (predicted * scales[device_index] + overheads[kind_index] - measured) / noise,
                 (scales - 1.0) / scale_spread,
-                overheads / _OVERHEAD_SPREAD_NS,
+                (overheads - usual_overhead_ns) / overhead_spread_ns,
             ]
         )
 
     start = np.concatenate([np.ones(len(devices)), np.full(len(kinds), 0.1)])
     solution = least_squares(differences, start, bounds=(0.0, np.inf), loss="soft_l1").x[len(devices) :]
-    return dict(zip(kinds, (solution * _OVERHEAD_SPREAD_NS).tolist(), strict=True))
+    return dict(zip(kinds, (solution * overhead_spread_ns).tolist(), strict=True))
 
 
 def _is_ambiguous(observations: Sequence[OpObservation], overheads: Mapping[OpKind, float]) -> bool:
