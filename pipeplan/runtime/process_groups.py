@@ -23,7 +23,7 @@ from pipeplan.runtime.channels import forget_groups
 
 _THREADS = Path("/proc/self/task")
 _GROUP_THREADS = "gloo"  # in their names
-_NAP_S, _LIMIT_S = 0.05, 2.0
+_NAP_S, _NUM_LOOKS, _LIMIT_S = 0.05, 2, 2.0
 
 
 def close_groups() -> None:
@@ -50,14 +50,16 @@ def calm_down(limit_s: float = _LIMIT_S) -> bool:
     """Wait until no thread of a process group runs any more, or ``limit_s`` seconds; returns whether none does.
 
     A thread that waits for the interpreter's lock gets it when this one sleeps, and runs from then on until it is done.
+    It may want the lock again just when this one looks, and seem to rest, so that two looks must agree.
     """
     end_s = time.monotonic() + limit_s
-    while True:
+    num_calm = 0
+    while num_calm < _NUM_LOOKS:
         time.sleep(_NAP_S)
-        if not _is_group_running():
-            return True
-        if time.monotonic() > end_s:
+        num_calm = 0 if _is_group_running() else num_calm + 1
+        if num_calm == 0 and time.monotonic() > end_s:
             return False
+    return True
 
 
 def _is_group_running() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import threading
@@ -50,32 +51,39 @@ def test_a_process_that_ends_with_collectives_under_way_does_not_abort() -> None
     assert [process.returncode for process in processes] == [0, 0], errors
 
 
-def _thread_of_a_group(busy_s: float) -> threading.Thread:
-    """Start a thread that looks like a group's and computes all the time, without ever sleeping."""
+class _GroupThread(threading.Thread):
+    """Looks like a group's and computes for a second or so, without the interpreter's lock and without sleeping."""
 
-    def compute() -> None:
+    ended_s = 0.0
+
+    def run(self) -> None:
+        """Compute."""
         (_THREADS / str(threading.get_native_id()) / "comm").write_text("pt_gloo_test")
-        is_named.set()
-        end_s = time.monotonic() + busy_s
-        while time.monotonic() < end_s:
-            pass
+        self.is_named.set()
+        hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 3_000_000)
+        self.ended_s = time.monotonic()
 
-    is_named = threading.Event()
-    thread = threading.Thread(target=compute)
-    thread.start()
-    is_named.wait()
-    return thread
+    def start(self) -> None:
+        """Start, and return once the name can be seen."""
+        self.is_named = threading.Event()
+        super().start()
+        self.is_named.wait()
 
 
 def test_waits_for_what_a_group_has_at_hand() -> None:
-    """Not a fixed time: until the thread is done."""
-    thread = _thread_of_a_group(busy_s=0.5)
+    """Not a fixed time: until the thread has computed what it had to."""
+    thread = _GroupThread()
+    thread.start()
+    started_s = time.monotonic()
     assert calm_down(limit_s=60)
-    assert not thread.is_alive()
+    waited_s = time.monotonic() - started_s
+    thread.join()
+    assert waited_s > 0.9 * (thread.ended_s - started_s)
 
 
 def test_gives_up_on_a_group_that_never_rests() -> None:
     """An exit always comes."""
-    thread = _thread_of_a_group(busy_s=0.8)
+    thread = _GroupThread()
+    thread.start()
     assert not calm_down(limit_s=0.1)
     thread.join()
