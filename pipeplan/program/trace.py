@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,7 +153,7 @@ class _RankEntry(Document):
     start_ms: str
     end_ms: str
     layers_ms: str | None = None
-    finish_ms: float = Field(ge=0, allow_inf_nan=False)
+    finish_ms: float = Field(ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
 
 
@@ -210,9 +210,9 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
             f"{where} has {len(words)} instructions, {len(starts_ms)} starts and {len(ends_ms)} ends; "
             "expected as many of each"
         )
-    layers_ms = iter(_layer_times(entry, words, where))
+    layers_ms = [] if entry.layers_ms is None else _parse_times(entry.layers_ms, f"{where}.layers_ms")
     steps: list[TimedInstruction] = []
-    now_ms = 0.0
+    now_ms, num_ops = 0.0, 0
     for position, (word, start_ms, end_ms) in enumerate(zip(words, starts_ms, ends_ms, strict=True)):
         try:
             instruction = parse_instruction(word)
@@ -227,15 +227,20 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
         if isinstance(instruction, Compute):
             if instruction.op.stage not in stages:
                 raise PlanError(f"{where}, position {position}: {word} runs a stage that is placed on another rank")
-            if (inside_ms := next(layers_ms, None)) is not None:
-                layers_ns = ns_from_ms(inside_ms)
+            if num_ops < len(layers_ms):
+                layers_ns = ns_from_ms(layers_ms[num_ops])
                 if not 0 <= layers_ns <= end_ns - start_ns:
                     raise FileFormatError(
-                        f"{where}, position {position}: the layers of {word} take {inside_ms} ms, but the op takes "
-                        f"{ms_from_ns(end_ns - start_ns)} ms"
+                        f"{where}, position {position}: the layers of {word} take {layers_ms[num_ops]} ms, but "
+                        f"the op takes {ms_from_ns(end_ns - start_ns)} ms"
                     )
+            num_ops += 1
         now_ms = end_ms
         steps.append(TimedInstruction(instruction, start_ns, end_ns, layers_ns))
+    if entry.layers_ms is not None and len(layers_ms) != num_ops:
+        raise FileFormatError(
+            f"{where} has {num_ops} ops and {len(layers_ms)} times of layers; expected as many of each"
+        )
     if entry.finish_ms < now_ms:
         raise FileFormatError(
             f"{where} finishes at {entry.finish_ms} ms, before its last instruction ends ({now_ms} ms)"
@@ -243,26 +248,6 @@ def _rank_trace(entry: _RankEntry, where: str, stages: tuple[int, ...]) -> RankT
     return RankTrace(
         steps=tuple(steps), finish_ns=ns_from_ms(entry.finish_ms), peak_memory_bytes=entry.peak_memory_bytes
     )
-
-
-def _layer_times(entry: _RankEntry, words: Sequence[str], where: str) -> list[float]:
-    """Return the time within the layers of every op, in their order; none where it was not recorded."""
-    if entry.layers_ms is None:
-        return []
-    times_ms = _parse_times(entry.layers_ms, f"{where}.layers_ms")
-    num_ops = sum(_is_op(word) for word in words)
-    if len(times_ms) != num_ops:
-        raise FileFormatError(
-            f"{where} has {num_ops} ops and {len(times_ms)} times of layers; expected as many of each"
-        )
-    return times_ms
-
-
-def _is_op(word: str) -> bool:
-    try:
-        return isinstance(parse_instruction(word), Compute)
-    except PlanError:  # named where the instructions are read
-        return False
 
 
 def _parse_times(line: str, where: str) -> list[float]:

@@ -14,27 +14,11 @@ from typing import Any, NamedTuple
 
 from pipeplan.cluster import Cluster
 from pipeplan.errors import PipeplanError, PlanError
-from pipeplan.plan.types import Plan
 from pipeplan.profile.types import Profile
 from pipeplan.search.optimize import optimize
 from pipeplan.search.result import Progress, SearchResult
 
 _GRACE_S = 30.0  # for searches that were interrupted to hand in what they have
-
-
-class _Found(NamedTuple):
-    """What one more search found."""
-
-    plan: Plan
-    is_deterministic: bool
-    was_interrupted: bool
-    num_ops_tried: int
-
-    @property
-    def makespan_ns(self) -> int:
-        """Predicted time of a batch."""
-        assert self.plan.prediction is not None
-        return self.plan.prediction.makespan_ns
 
 
 class _Running(NamedTuple):
@@ -80,10 +64,9 @@ def optimize_in_parallel(
         for search in searches:
             search.process.terminate()
             search.process.join()
-    best = min(found, key=lambda one: one.makespan_ns, default=None)
     return dataclasses.replace(
         result,
-        plan=best.plan if best is not None and best.makespan_ns < result.makespan_ns else result.plan,
+        plan=min((result, *found), key=lambda one: one.makespan_ns).plan,  # the first of equals
         is_deterministic=result.is_deterministic and all(one.is_deterministic for one in found),
         was_interrupted=result.was_interrupted or any(one.was_interrupted for one in found),
         num_ops_tried=result.num_ops_tried + sum(one.num_ops_tried for one in found),
@@ -109,7 +92,7 @@ def _search(answer: Connection, profile: Profile, cluster: Cluster, options: dic
         signal.signal(signal.SIGINT, _interrupt_once)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         result = optimize(profile, cluster, **options)
-        answer.send(_Found(result.plan, result.is_deterministic, result.was_interrupted, result.num_ops_tried))
+        answer.send(dataclasses.replace(result, baselines=()))  # which the first search has, too
 
 
 def _interrupt_once(*_: object) -> None:
@@ -117,11 +100,11 @@ def _interrupt_once(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _gather(searches: Sequence[_Running], seed: int, *, is_over: bool) -> list[_Found]:
+def _gather(searches: Sequence[_Running], seed: int, *, is_over: bool) -> list[SearchResult]:
     """Return what the other searches find; with ``is_over``, or on Ctrl-C, what they have by then."""
     if is_over:
         _interrupt(searches)
-    found: list[_Found] = []
+    found: list[SearchResult] = []
     for number, search in enumerate(searches, start=1):
         try:
             one = _answer(search, _GRACE_S if is_over else None)
@@ -147,12 +130,12 @@ def _interrupt(searches: Sequence[_Running]) -> None:
             os.kill(search.process.pid, signal.SIGINT)
 
 
-def _answer(search: _Running, limit_s: float | None) -> _Found | None:
+def _answer(search: _Running, limit_s: float | None) -> SearchResult | None:
     """Return what a search found; ``None`` if it ended without a plan, or doesn't answer in time."""
     if not search.answer.poll(limit_s):
         return None
     try:
-        found: _Found = search.answer.recv()
+        found: SearchResult = search.answer.recv()
     except EOFError:
         return None
     return found
